@@ -1,7 +1,8 @@
-"""Variants for CPU tensors of the ops besides all_reduce: exact bits, any size and dtype, public calls, lost peers."""
+"""Variants for CPU tensors of all ops but all_reduce: exact bits, any size and dtype, public calls, lost peers."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,9 @@ from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.kernels.common.host import REDUCED
 from tunedcomm.kernels.common.reference import reduced
-from tunedcomm.spec import DTYPES, Problem, get_variant
+from tunedcomm.kernels.gemm.op import wanted_of
+from tunedcomm.ops.gemm import OUT_DTYPES
+from tunedcomm.spec import DTYPES, Problem, get_op, get_variant
 
 kernels.discover()
 ENVIRONMENT = {"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_DB": "/nonexistent/tuned.db", "TUNEDCOMM_MISS_LOG": "0"}
@@ -89,6 +92,81 @@ def test_bits_of_reduce_scatter(world_size: int) -> None:
     run_ranks(world_size, scatter_body, env=ENVIRONMENT, timeout=240)
 
 
+def fused_body(rank: int, world_size: int) -> int:
+    """all_reduce with a bias or a norm, by either algorithm where the message is large enough for it."""
+    communicator, count = get_communicator(), 0
+    rms_norm = [(layout, scaling) for layout in ("", "residual", "bias", "bias+residual") for scaling in ("", "fp8")]
+    asked = [("all_reduce_bias", "", ""), *(("all_reduce_rms_norm", *rest) for rest in rms_norm)]
+    for (op, layout, scaling), dtype in itertools.product(asked, HALVES_AND_SINGLES):
+        for shape in ((1, 1), (3, 7), (5, 264), (70, 1031), (2, 40000)):
+            problem = Problem(op, shape, dtype, world_size, layout=layout, scaling=scaling, mode="eager")
+            for algorithm in ("one_shot", "two_shot"):
+                config = {"algorithm": algorithm, "chunk_kib": (16, 64)[count % 2], "spins": (1, 64)[count % 2]}
+                if get_variant(op, "host_unfused").infeasible(problem, config, communicator.limits) is None:
+                    check_variant(
+                        communicator, problem, "host_unfused", seed=count, kind=KINDS[count % 2], config=config
+                    )
+                    count += 1
+    return count
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bits_of_rows(world_size: int) -> None:
+    counts = run_ranks(world_size, fused_body, env=ENVIRONMENT, timeout=240)
+    assert counts[0] >= 100
+    assert len(set(counts)) == 1
+
+
+def gemm_body(rank: int, world_size: int) -> int:
+    communicator, count = get_communicator(), 0
+    for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
+        spec, rows = get_op(op), world_size * 11
+        for dtype, layout, reduction in itertools.product(OUT_DTYPES, spec.layouts, spec.reductions):
+            name = str(dtype).removeprefix("torch.")
+            out = wanted_of(Problem(op, (rows, 8, 8), name, world_size, layout=layout)).dtype
+            for scaling in spec.scalings_of(name) if getattr(torch, out) in OUT_DTYPES[dtype] else ():
+                shape, count = (rows, 37, (16, 300)[count % 2]), count + 1
+                problem = Problem(op, shape, name, world_size, reduction, layout=layout, scaling=scaling, mode="eager")
+                check_variant(communicator, problem, "host_unfused", seed=count, kind=KINDS[count % 2])
+    return count
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gemms(world_size: int) -> None:
+    assert min(run_ranks(world_size, gemm_body, env=ENVIRONMENT, timeout=240)) >= 60
+
+
+def fused_calls_body(rank: int, world_size: int) -> None:
+    """Public calls of the fused ops, twice each, with strided inputs and results that take an input's place."""
+    for rows, columns in ((1, 1), (6, 33), (0, 8)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            everyone = [values_of(r, (rows, columns), dtype) for r in range(world_size)]
+            bias, weight = values_of(9, (columns,), dtype), values_of(8, (columns,), dtype)
+            total = sum(everyone) + bias  # whole numbers: exact in any order
+            mine = everyone[rank]
+            for x in (mine, mine, mine.t().contiguous().t(), mine.clone()):
+                residual = torch.ones_like(mine)
+                assert torch.equal(tunedcomm.all_reduce_bias(x, bias), total)
+                y, h = tunedcomm.all_reduce_rms_norm(x, weight, bias=bias, residual=residual, residual_out=residual)
+                assert h is residual
+                assert torch.equal(h, total + 1)
+                expected = h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+                assert torch.allclose(y.double(), expected, rtol=1e-2)
+                own = x.clone()
+                assert torch.equal(tunedcomm.all_reduce_bias(own, bias, out=own), total)
+    a = torch.full((4 * world_size, 8), float(rank + 1))
+    b = torch.eye(8)
+    every, every_rank = sum(range(1, world_size + 1)), torch.arange(1.0, world_size + 1)
+    assert torch.equal(tunedcomm.ag_gemm(a, b), every_rank.repeat_interleave(len(a))[:, None].expand(-1, 8))
+    assert torch.equal(tunedcomm.gemm_rs(a, b), torch.full((4, 8), float(every)))
+    assert torch.equal(tunedcomm.gemm_ar(a, b, bias=torch.ones(8)), torch.full(a.shape, every + 1.0))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_public_calls_by_rows(world_size: int) -> None:
+    run_ranks(world_size, fused_calls_body, env=ENVIRONMENT, timeout=120)
+
+
 def values_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Small whole numbers, different on every rank."""
     numel = torch.Size(shape).numel()
@@ -130,16 +208,23 @@ def test_public_calls(world_size: int) -> None:
     run_ranks(world_size, calls_body, env=ENVIRONMENT, timeout=120)
 
 
-def untuned_body(rank: int, world_size: int) -> list[str]:
-    found = []
-    for op in (*MOVES, "reduce_scatter"):
-        for numel in (1, 100_000):
-            found.append(runs(Problem(op, (numel,), "float32", world_size, mode="eager")))
+def untuned_body(rank: int, world_size: int) -> dict[str, set[str]]:
+    moves = {op: [(1,), (100_000,)] for op in (*MOVES, "reduce_scatter")}
+    rows = {op: [(1, 1), (300, 1024)] for op in ("all_reduce_bias", "all_reduce_rms_norm")}
+    products = {op: [(3, 1, 1), (300, 1024, 512)] for op in ("ag_gemm", "gemm_rs", "gemm_ar")}
+    found: dict[str, set[str]] = {}
+    for op, shapes in {**moves, **rows, **products}.items():
+        layout = get_op(op).layouts[0]
+        asked = [Problem(op, shape, "bfloat16", world_size, layout=layout, mode="eager") for shape in shapes]
+        found[op] = {runs(problem) for problem in asked}
     return found
 
 
 def test_an_untuned_host_runs_them() -> None:
-    assert set(run_ranks(3, untuned_body, env=ENVIRONMENT)[0]) == {"host_one_shot"}
+    chosen = run_ranks(3, untuned_body, env=ENVIRONMENT)[0]
+    assert len(chosen) == 9
+    for op, variants in chosen.items():
+        assert variants == {"host_unfused" if "gemm" in op or "all_reduce" in op else "host_one_shot"}, op
 
 
 def lost_body(rank: int, world_size: int, op: str) -> str:

@@ -97,6 +97,7 @@ class SampleCatalog(Catalog):
     blocks_of: Callable[[Candidate], int] = lambda candidate: -1
     rounds_of: Callable[[Problem, Candidate], int] = lambda problem, candidate: 0
     no_kernel: str | None = None
+    by_rule_of_thumb: Candidate | None = None
 
     def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
         return self.feasible(candidate)
@@ -115,6 +116,9 @@ class SampleCatalog(Catalog):
 
     def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
         return self.no_kernel
+
+    def untuned(self, problem: Problem) -> Candidate | None:
+        return self.by_rule_of_thumb
 
 
 def decide(

@@ -116,6 +116,21 @@ def test_eager_calls_that_were_not_tuned_run_as_in_graphs() -> None:
     assert decide(eager, problem(4096)).source == "library", "graphs never run as eager calls do"
 
 
+def test_a_rule_of_thumb_holds_where_no_size_near_is_measured() -> None:
+    rule, rows = candidate("one_shot"), [row("two_shot", 4.0, 4096), row("library", 9.0, 4096)]
+    for known, asked in (([], problem()), (rows, problem(1 << 30))):
+        decision = decide(known, asked, by_rule_of_thumb=rule)
+        assert (decision.candidate, decision.source, decision.latency_us) == (rule, "heuristic", None)
+    assert decide(rows, problem(), by_rule_of_thumb=rule).candidate == candidate("two_shot")
+    lost = [row("two_shot", 12.0, 4096), row("library", 9.0, 4096)]
+    assert decide(lost, problem(), by_rule_of_thumb=rule).candidate == candidate("library")
+    failure = Failure(problem=problem(), candidate=rule, source_hash="current", status="incorrect")
+    failed = snapshot(rows, failures=(failure,))
+    assert decide(failed, problem(1 << 30), by_rule_of_thumb=rule).candidate == candidate("library")
+    refused = decide(rows, problem(1 << 30), by_rule_of_thumb=rule, feasible=lambda which: "no")
+    assert refused.candidate == candidate("library")
+
+
 # Few SMs
 
 

@@ -549,7 +549,7 @@ def all_reduce_bias(
     The sum is rounded to `x`'s dtype as `all_reduce` rounds it, then the bias is added in fp32 and rounded once more.
 
     Args:
-        x: [..., n], any strides. Kernels take bf16, fp16 and fp32; fp64 always runs the variant `library`. The same
+        x: [..., n], any strides. Kernels take bf16, fp16 and fp32; fp64 runs the variant `library` on GPUs. The same
             shape and dtype on every rank. Left as it is unless `out` is `x`.
         bias: [n], of `x`'s dtype, the same on every rank.
         group: as in `all_reduce`.
@@ -564,8 +564,8 @@ def all_reduce_bias(
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
-    Rows that are no multiple of 16 bytes run the variant `library`. Can be captured in CUDA graphs; enqueues on the
-    current stream; never synchronises the host.
+    On GPUs rows that are no multiple of 16 bytes run the variant `library`. Can be captured in CUDA graphs; enqueues on
+    the current stream; never synchronises the host.
     """
     if not is_dynamo_compiling():
         fast = _all_reduce_bias.last.get(world._default_pg if group is None else group)
@@ -662,8 +662,8 @@ def all_reduce_rms_norm(
         y = residual_out / sqrt(mean(residual_out²) + eps) · weight           from the rounded residual_out, in fp32
 
     Args:
-        x: partial sums, [..., hidden], any strides. Kernels take bf16, fp16 and fp32; fp64 always runs the variant
-            `library`. The same shape and dtype on every rank. Left as it is.
+        x: partial sums, [..., hidden], any strides. Kernels take bf16, fp16 and fp32; fp64 runs the variant `library`.
+            The same shape and dtype on every rank. Left as it is.
         weight: [hidden], of `x`'s dtype. As bias, residual, eps and scale the same on every rank for the results to be.
         bias: [hidden], of `x`'s dtype, added to every row of the sum; None adds nothing.
         residual: of `x`'s shape and dtype, added to the sum; None adds nothing.
@@ -684,8 +684,8 @@ def all_reduce_rms_norm(
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
-    Rows that are no multiple of 16 bytes, or longer than 32 KiB, run the variant `library`. Can be captured in CUDA
-    graphs; enqueues on the current stream; never synchronises the host.
+    On GPUs rows that are no multiple of 16 bytes, or longer than 32 KiB, run the variant `library`. Can be captured in
+    CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
     if not is_dynamo_compiling():
         fast = _all_reduce_rms_norm.last.get(world._default_pg if group is None else group)

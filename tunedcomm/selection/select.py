@@ -12,8 +12,8 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
   interpolated, nor taken over from a related family. Where a family gives no answer, its `related_problems` are asked.
 - *Borrowed*: the same two rules over rows of other hardware that the user allows, where rows of this hardware give no
   answer. Their times rank candidates and predict nothing.
-- *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round. Where nothing of the
-  family is measured at all, a variant that says of itself that it is faster than the library (`Variant.untuned`) runs.
+- *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round. Where nothing near
+  the size is measured, a variant that says of itself that it is faster than the library (`Variant.untuned`) runs.
 - *Library*: nothing above answers.
 - `max_sms` leaves out candidates that take more SMs. The library takes as many as it likes, so challengers need not
   beat it then, and it serves where nothing fits.
@@ -494,11 +494,11 @@ def _heuristic(lookup: _Lookup) -> Decision | None:
 
 
 def _rule_of_thumb(lookup: _Lookup) -> Decision | None:
-    """Choose a variant by rule of thumb if nothing like the problem is measured; None if no variant has such a rule."""
-    candidate = None if lookup.rows(lookup.problem) else lookup.catalog.untuned(lookup.problem)
-    if candidate is None or lookup.why_excluded(candidate):
+    """Choose a variant by rule of thumb if no size near is measured; None if no variant has such a rule."""
+    candidate = None if lookup.rows_of_problem() else lookup.catalog.untuned(lookup.problem)
+    if candidate is None or lookup.why_excluded(candidate) or candidate in lookup.failed({lookup.problem.family}):
         return None
-    why = f"{candidate} by rule of thumb: nothing of this kind is measured here; `tunedcomm tune` measures it"
+    why = f"{candidate} by rule of thumb: nothing of this size is measured here; `tunedcomm tune` measures it"
     return _unmeasured(lookup, candidate, "heuristic", why)
 
 

@@ -4,6 +4,8 @@ host_one_shot: every rank publishes its chunk and sums all ranks' chunks itself.
 host_two_shot: every rank publishes its chunk, reduces its own slice of all ranks' chunks, publishes that, and copies
 the other slices from their owners. Reads about three times the message, at any world size.
 
+host_unfused of all_reduce_bias: one of these, then PyTorch's addition.
+
 Numerics: ordered.
 """
 
@@ -11,12 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from dataclasses import replace
+from typing import Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.host import KIB, LINE, REDUCED, HostVariant, Stage, combiner
+from tunedcomm.kernels.common.host import KIB, LINE, REDUCED, HostComposed, HostVariant, Stage, combiner
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.variant import Workspace
-from tunedcomm.space import Config
+from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import RING_SLOTS
 
@@ -116,3 +120,30 @@ def _slices(size: int, world_size: int) -> list[tuple[int, int]]:
 
 HOST_ONE_SHOT = HostOneShot().register()
 HOST_TWO_SHOT = HostTwoShot().register()
+
+
+class HostUnfused(HostComposed):
+    """An all_reduce of as many elements as the problem has, then something else."""
+
+    algorithms = {"one_shot": HOST_ONE_SHOT, "two_shot": HOST_TWO_SHOT}  # noqa: RUF012 - never changed
+    space = Space({"algorithm": Choice(*algorithms), **dict(HostVariant.space.axes)})
+
+    def asked(self, problem: Problem) -> Problem:
+        return replace(problem, shape=(problem.numel,), layout="", scaling="")
+
+
+class HostBias(HostUnfused):
+    op = "all_reduce_bias"
+    summary = "CPU tensors: all_reduce in shared memory, then an addition"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        reduce = self.collectives(problem, config)[0].bind(workspace)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            reduce(inputs, outputs, stream)
+            outputs[0].add_(inputs[1])  # of halves in fp32, rounded once
+
+        return run
+
+
+HOST_BIAS = HostBias().register()

@@ -92,10 +92,10 @@ def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank
     """The rounding rule of `rows` in PyTorch, operation by operation."""
     given = given_of(problem, inputs[rank])
     h = with_extras(ordered_sum([ranks[0] for ranks in inputs], "sum"), given.bias, given.residual)
-    return _norm_of(h, given.weight, EPS, given.scale), h
+    return ordered_norm(h, given.weight, EPS, given.scale), h
 
 
-def _norm_of(h: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None) -> torch.Tensor:
+def ordered_norm(h: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None) -> torch.Tensor:
     """Y of the stored h.
 
     Divisors are tensors on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs. Its fp32

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.kernels.common.variant import VariantBase, Workspace
+from tunedcomm.kernels.common.variant import Collective, ComposedVariant, VariantBase, Workspace
 from tunedcomm.space import Choice, Config, Space
-from tunedcomm.spec import DTYPES, ITEMSIZE, Limits, Problem
+from tunedcomm.spec import DTYPES, ITEMSIZE, Limits, Problem, Variant
 from tunedcomm.symm.layout import RING_SLOTS
 
 if TYPE_CHECKING:
@@ -83,6 +83,40 @@ class ScatterVariant(HostVariant):
 
     def slot_bytes(self, problem: Problem) -> int:
         return problem.nbytes * problem.world_size
+
+
+class HostComposed(ComposedVariant):
+    """A collective of CPU tensors, with something before or after it in PyTorch.
+
+    Attributes:
+        algorithms: variants of the collective by the value of the axis `algorithm`, which may be left out for one.
+    """
+
+    name = "host_unfused"
+    space = HostVariant.space
+    algorithms: Mapping[str, Variant]
+
+    def asked(self, problem: Problem) -> Problem:
+        """The collective's problem, with the call's op."""
+        raise NotImplementedError
+
+    def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
+        algorithm = str(config.get("algorithm", next(iter(self.algorithms))))
+        return (Collective.of(self.algorithms[algorithm], self.asked(problem), config),)
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return None
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        return 0
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        asked, known = self.asked(problem), self.algorithms
+        best = next((name for name, variant in known.items() if variant.untuned(asked, limits)), next(iter(known)))
+        return {"algorithm": best, **known[best].default(asked, limits)}
+
+    def untuned(self, problem: Problem, limits: Limits) -> bool:
+        return self.infeasible(problem, self.default(problem, limits), limits) is None
 
 
 class Stage:
