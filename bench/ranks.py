@@ -73,14 +73,20 @@ def row_of(problem: Problem, contender: str, config: str, latency: Latency) -> d
     }  # fmt: skip
 
 
-def finish(communicator: Communicator, found: Sequence[dict[str, Any]], path: Path | None) -> None:
-    """Print the rows on rank 0, append them to a CSV if one is named, and leave the group."""
+def finish(communicator: Communicator, found: Sequence[dict[str, Any]], path: Path | None, **columns: str) -> None:
+    """Print the rows on rank 0, append them to a CSV if one is named, and leave the group.
+
+    Args:
+        communicator, found, path: of the run.
+        columns: take the place of the environment's.
+    """
     if communicator.rank == 0:
         for row in found:
             spread = f"(p10 {row['latency_p10_us']:.3f}, p90 {row['latency_p90_us']:.3f})"
-            print(f"{row['message_bytes']:>10} bytes {row['contender']:28} {row['latency_p50_us']:9.3f} us {spread}")
+            size = f"{row['op']} {row['message_bytes']:>10} bytes"
+            print(f"{size} {row['contender']:28} {row['latency_p50_us']:9.3f} us {spread}")
         if path is not None:
-            run = of_run(communicator.environment)
+            run = {**of_run(communicator.environment), **columns}
             append(path, [{**row, **run} for row in found], COLUMNS)
     dist.barrier()
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from cases import gives_up_in_time
 from harness import run_ranks
-from quick import some
+from quick import FULL, some
 from variant_checks import bits_of, inputs_of_all, launch_variant
 
 import tunedcomm
@@ -29,6 +30,8 @@ from tunedcomm.symm import buffer, ring
 kernels.discover()
 VARIANTS = ("host_one_shot", "host_two_shot")
 ENVIRONMENT = {"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_DB": "/nonexistent/tuned.db", "TUNEDCOMM_MISS_LOG": "0"}
+STORM_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+LARGE = 9_000_000  # fp32 elements of a result whose pages the C library does not keep
 SIZES = (1, 7, 1000, 4099, 16384, 40001)
 FLOATS = ("bfloat16", "float16", "float32")
 
@@ -111,6 +114,22 @@ def test_a_rule_of_thumb_is_no_answer_of_a_database() -> None:
     run_ranks(2, force_mode_body, env={**ENVIRONMENT, "TUNEDCOMM_MODE": "force"})
 
 
+def one_call(op: str, x: torch.Tensor, rank: int, ranks: Sequence[int], call: int, group: Any) -> bool:
+    """Call an op on `x`, which is arange × (rank + 1) + call on every rank; whether the result is right."""
+    index, world_size, numel = torch.arange(len(x)), len(ranks), len(x)
+    total = index * sum(r + 1 for r in ranks) + call * world_size
+    if op == "all_reduce":
+        return torch.equal(tunedcomm.all_reduce(x, group=group), total)
+    if op == "all_gather":
+        expected = torch.cat([index * (r + 1) + call for r in ranks])
+        return torch.equal(tunedcomm.all_gather(x, group=group), expected)
+    part = slice(ranks.index(rank) * (numel // world_size), (ranks.index(rank) + 1) * (numel // world_size))
+    if op == "reduce_scatter":
+        return torch.equal(tunedcomm.reduce_scatter(x, group=group), total[part])
+    expected = torch.cat([index[part] * (r + 1) + call for r in ranks])
+    return torch.equal(tunedcomm.all_to_all(x, group=group), expected)
+
+
 def storm_body(rank: int, world_size: int, calls: int) -> int:
     """Calls of random sizes, each rank delayed by a time of its own, some of them with another group's in between."""
     others = dist.new_group(list(range(world_size)))
@@ -119,27 +138,46 @@ def storm_body(rank: int, world_size: int, calls: int) -> int:
     wrong = 0
     for call in range(calls):
         numel = int(2 ** shared.uniform(0, 15))
-        kind, variant = shared.randrange(8), shared.choice(VARIANTS)
+        kind, variant, op = shared.randrange(8), shared.choice(VARIANTS), shared.choice(STORM_OPS)
         if own.random() < 0.05:
             time.sleep(own.random() * 0.002)
         group = others if kind == 0 else pair if kind == 1 else None
         if kind == 1 and rank not in (0, world_size - 1):
             continue
-        ranks = (0, world_size - 1) if kind == 1 else range(world_size)
+        ranks = (0, world_size - 1) if kind == 1 else tuple(range(world_size))
+        numel = numel if op in ("all_reduce", "all_gather") else -(-numel // len(ranks)) * len(ranks)
         x = torch.arange(numel, dtype=torch.int64) * (rank + 1) + call
-        expected = torch.arange(numel, dtype=torch.int64) * sum(r + 1 for r in ranks) + call * len(ranks)
-        if call % 100 == 0 and numel * 8 >= 4096 * world_size:
+        if call % 100 == 0 and op == "all_reduce" and numel * 8 >= 4096 * world_size:
             with tunedcomm.force("all_reduce", variant, {"chunk_kib": 16, "spins": 64}):
-                out = tunedcomm.all_reduce(x, group=group)
+                wrong += not one_call(op, x, rank, ranks, call, group)
         else:
-            out = tunedcomm.all_reduce(x, group=group)
-        wrong += not torch.equal(out, expected)
+            wrong += not one_call(op, x, rank, ranks, call, group)
     return wrong
 
 
+@pytest.mark.timeout(1800 if FULL else 300)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_random_sizes_and_delays(world_size: int) -> None:
-    assert run_ranks(world_size, storm_body, 2000, env=ENVIRONMENT, timeout=240) == [0] * world_size
+    """100,000 calls with TUNEDCOMM_TEST_FULL=1."""
+    calls, limit_s = (100_000, 1700) if FULL else (2000, 240)
+    assert run_ranks(world_size, storm_body, calls, env=ENVIRONMENT, timeout=limit_s) == [0] * world_size
+
+
+def large_body(rank: int, world_size: int) -> tuple[int, bool]:
+    advised = []
+    buffer._madvise = lambda address, nbytes, advice: advised.append((address.value, nbytes.value))
+    x = torch.full((LARGE,), float(rank + 1))
+    right = True
+    for _ in range(3):  # the first call, the one that makes a fast call, and a fast call
+        out = tunedcomm.all_reduce(x)
+        first, nbytes = advised[-1]
+        right &= bool((out == 3).all()) and out.data_ptr() <= first
+        right &= first % 4096 == 0 and first + nbytes <= out.data_ptr() + out.nbytes
+    return len(advised), right
+
+
+def test_large_new_results_ask_for_huge_pages() -> None:
+    assert run_ranks(2, large_body, env=ENVIRONMENT) == [(3, True)] * 2
 
 
 def threads_body(rank: int, world_size: int) -> list[int]:

@@ -33,6 +33,7 @@ from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops.checks import check_apart, check_differentiable, check_fits, check_input, goes_by_operator
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
+from tunedcomm.symm.buffer import with_huge_pages
 
 Tensors: TypeAlias = tuple[Any, ...]
 Group: TypeAlias = "dist.ProcessGroup | None"
@@ -67,6 +68,14 @@ world = world if hasattr(world, "_default_pg") else _PublicWorld()
 
 def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=_device_type)
+
+
+# The C library keeps smaller blocks that were freed, with their pages; those of larger ones are made for each call.
+_LEAST_ON_HUGE_PAGES = 32 << 20
+
+
+def _empty_on_huge_pages(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return with_huge_pages(torch.empty_strided(shape, stride, dtype=dtype, device="cpu"))
 
 
 _device_type = "cpu"
@@ -427,7 +436,7 @@ class CallPath(Generic[Result]):
         device = x.device
         results = tuple(
             [
-                torch.empty(shape, dtype=dtype, device=device) if given is None else given
+                _new(shape, dtype, device) if given is None else given
                 for given, (shape, dtype) in zip(outputs, wanted, strict=True)
             ]
         )
@@ -576,6 +585,12 @@ class CallPath(Generic[Result]):
         return communicator.plans[(*key, False)], True
 
 
+def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a result."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    return with_huge_pages(made) if made.nbytes > _LEAST_ON_HUGE_PAGES and device.type == "cpu" else made
+
+
 def _unpacked(results: tuple[torch.Tensor, ...]) -> Any:
     return results if len(results) > 1 else results[0]
 
@@ -699,6 +714,8 @@ def make_fast_call(
     for name in new:
         values |= {f"shape_{name}": tuple(of[name].shape), f"stride_{name}": stride_of(of[name].shape)}
         values[f"dtype_{name}"] = of[name].dtype
+        if of[name].nbytes > _LEAST_ON_HUGE_PAGES and communicator.device.type == "cpu":
+            values["make_empty"] = _empty_on_huge_pages
         made += [f"{name} = make_empty(shape_{name}, stride_{name}, dtype_{name})"]
         if by_address is not None:
             made += [f"at_{name} = {name}.data_ptr()"]

@@ -404,7 +404,7 @@ def ag_gemm(
 
     Args:
         a_shard: [m, ..., K], any strides: this rank's rows of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64
-            always run the variant `library`. The same shape and dtype on every rank.
+            run the variant `library` on GPUs. The same shape and dtype on every rank.
         b: [K, N] of `a_shard`'s dtype. A contiguous matrix and the transposed view of a contiguous [N, K] weight are
             taken as they lie, anything else is copied; which of the two it is must be alike on every rank, as all
             shapes must. A list or tuple of them is multiplied one by one by what was gathered once: the first of the
@@ -483,7 +483,7 @@ def gemm_rs(
 
     Args:
         a: [M, ..., K], any strides: this rank's columns of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64
-            always run the variant `library`. M must be a multiple of the group's size: pad it with rows of zeros where
+            run the variant `library` on GPUs. M must be a multiple of the group's size: pad it with rows of zeros where
             it is not. The same shape and dtype on every rank.
         b: [K, N] of `a`'s dtype. A contiguous matrix and the transposed view of a contiguous [N, K] weight are taken as
             they lie, anything else is copied; which of the two it is must be alike on every rank, as all shapes must.
@@ -543,8 +543,8 @@ def gemm_ar(
     """Multiply `a @ b` on every rank and sum the products over all ranks of `group`; every rank gets the whole sum.
 
     Args:
-        a: [..., K], any strides: this rank's columns of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64 always
-            run the variant `library`. The same shape and dtype on every rank.
+        a: [..., K], any strides: this rank's columns of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64 run
+            the variant `library` on GPUs. The same shape and dtype on every rank.
         b: as in `gemm_rs`.
         bias: [N] of the result's dtype, added once to the sum; None adds nothing. The same on every rank for the
             results to be.

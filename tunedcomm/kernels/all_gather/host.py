@@ -14,7 +14,7 @@ from tunedcomm.space import Config
 from tunedcomm.spec import Problem
 
 
-class HostOneShot(HostVariant):
+class HostOneShot(HostVariant, registered=True):
     op = "all_gather"
     name = "host_one_shot"
     summary = "CPU tensors: every rank copies its peers' inputs from shared memory"
@@ -30,6 +30,3 @@ class HostOneShot(HostVariant):
                 memmove(at_out + peer * nbytes + first, addresses[peer][slot], size)
 
         return stage.one_pass(lambda slot, at_x, first, size: memmove(mine[slot], at_x + first, size), take)
-
-
-HOST_ONE_SHOT = HostOneShot().register()

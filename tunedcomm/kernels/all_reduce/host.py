@@ -1,8 +1,8 @@
 """host_one_shot, host_two_shot: CPU tensors over a ring of slots in shared memory (`symm.ring`), without Triton.
 
 host_one_shot: every rank publishes its chunk and sums all ranks' chunks itself. Reads world_size × the message.
-host_two_shot: every rank publishes its chunk, reduces its own slice of all ranks' chunks, publishes that, and copies
-the other slices from their owners. Reads about three times the message, at any world size.
+host_two_shot: every rank publishes the peers' slices of its chunk, reduces its own slice of all chunks, publishes
+that, and copies the other slices from their owners. Reads about three times the message, at any world size.
 
 host_unfused of all_reduce_bias: one of these, then PyTorch's addition.
 
@@ -37,7 +37,7 @@ class _HostAllReduce(HostVariant):
         return is_small == isinstance(self, HostOneShot) and super().untuned(problem, limits)
 
 
-class HostOneShot(_HostAllReduce):
+class HostOneShot(_HostAllReduce, registered=True):
     name = "host_one_shot"
     summary = "CPU tensors: every rank sums all inputs from shared memory"
     first_chunk_kib = 128
@@ -51,7 +51,7 @@ class HostOneShot(_HostAllReduce):
         )
 
 
-class HostTwoShot(_HostAllReduce):
+class HostTwoShot(_HostAllReduce, registered=True):
     name = "host_two_shot"
     summary = "CPU tensors: every rank sums its slice in shared memory and copies the others'"
     first_chunk_kib = 1024
@@ -65,7 +65,7 @@ class HostTwoShot(_HostAllReduce):
         stage, combine, memmove = Stage(workspace, problem, config), combiner(problem), ctypes.memmove
         ring, spins, op, lock, plan = stage.ring, stage.spins, stage.op, stage.ring.lock, stage.plan()
         claim, publish, wait, release = ring.claim, ring.publish, ring.wait, ring.release
-        addresses, mine = stage.addresses, stage.mine
+        addresses, mine, me = stage.addresses, stage.mine, ring.rank
         slices = {size: _slices(size, ring.world_size) for size in stage.sizes()}
         own = {size: bounds[ring.rank] for size, bounds in slices.items()}
         parts = {size: stage.parts(first, length) for size, (first, length) in own.items()}
@@ -76,14 +76,18 @@ class HostTwoShot(_HostAllReduce):
 
         def put(source: int, size: int) -> int:
             step = claim(op)
-            memmove(mine[step % RING_SLOTS], source, size)
+            for rank, (first, length) in enumerate(slices[size]):
+                if rank != me:
+                    memmove(mine[step % RING_SLOTS] + first, source + first, length)
             publish(step)
             return step
 
-        def reduce(step: int, size: int) -> int:
+        def reduce(step: int, source: int, size: int) -> int:
             wait(step, spins, op)
-            made = claim(op)
-            combine(parts[size][step % RING_SLOTS], results[size][made % RING_SLOTS])
+            made, (first, length) = claim(op), own[size]
+            everyone = parts[size][step % RING_SLOTS].copy()
+            everyone[me] = stage.at(source + first, length)
+            combine(everyone, results[size][made % RING_SLOTS])
             release(step)
             publish(made)
             return made
@@ -104,7 +108,7 @@ class HostTwoShot(_HostAllReduce):
                     if c < len(plan):
                         put_steps.append(put(at_x + plan[c][0], plan[c][1]))
                     if 1 <= c <= len(plan):
-                        reduced.append(reduce(put_steps[c - 1], plan[c - 1][1]))
+                        reduced.append(reduce(put_steps[c - 1], at_x + plan[c - 1][0], plan[c - 1][1]))
                     if c >= 2:
                         gather(reduced[c - 2], at_out + plan[c - 2][0], plan[c - 2][1])
 
@@ -118,21 +122,17 @@ def _slices(size: int, world_size: int) -> list[tuple[int, int]]:
     return [(first, last - first) for first, last in itertools.pairwise(starts)]
 
 
-HOST_ONE_SHOT = HostOneShot().register()
-HOST_TWO_SHOT = HostTwoShot().register()
-
-
 class HostUnfused(HostComposed):
     """An all_reduce of as many elements as the problem has, then something else."""
 
-    algorithms = {"one_shot": HOST_ONE_SHOT, "two_shot": HOST_TWO_SHOT}  # noqa: RUF012 - never changed
+    algorithms = {"one_shot": HostOneShot.variant, "two_shot": HostTwoShot.variant}  # noqa: RUF012 - never changed
     space = Space({"algorithm": Choice(*algorithms), **dict(HostVariant.space.axes)})
 
     def asked(self, problem: Problem) -> Problem:
         return replace(problem, shape=(problem.numel,), layout="", scaling="")
 
 
-class HostBias(HostUnfused):
+class HostBias(HostUnfused, registered=True):
     op = "all_reduce_bias"
     summary = "CPU tensors: all_reduce in shared memory, then an addition"
 
@@ -144,6 +144,3 @@ class HostBias(HostUnfused):
             outputs[0].add_(inputs[1])  # of halves in fp32, rounded once
 
         return run
-
-
-HOST_BIAS = HostBias().register()

@@ -20,7 +20,7 @@ from tunedcomm.spec import Limits, Problem
 _ELEMENTS = 32767  # of the rows that are normalised together
 
 
-class HostRmsNorm(HostUnfused):
+class HostRmsNorm(HostUnfused, registered=True):
     op = "all_reduce_rms_norm"
     summary = "CPU tensors: all_reduce in shared memory, then PyTorch operators row by row"
 
@@ -48,6 +48,3 @@ class HostRmsNorm(HostUnfused):
                 y[rows] = ordered_norm(held, given.weight, given.eps, given.scale)
 
         return run
-
-
-HOST_UNFUSED = HostRmsNorm().register()

@@ -19,7 +19,7 @@ from tunedcomm.space import Config
 from tunedcomm.spec import ITEMSIZE, Problem
 
 
-class HostOneShot(ScatterVariant):
+class HostOneShot(ScatterVariant, registered=True):
     op = "all_to_all"
     name = "host_one_shot"
     summary = "CPU tensors: every rank copies its chunks of its peers' inputs from shared memory"
@@ -38,7 +38,7 @@ class HostOneShot(ScatterVariant):
         return stage.one_pass(stage.put_segments(), take)
 
 
-class HostOneShotV(ScatterVariant):
+class HostOneShotV(ScatterVariant, registered=True):
     op = "all_to_all_v"
     name = "host_one_shot"
     summary = HostOneShot.summary
@@ -70,7 +70,3 @@ class HostOneShotV(ScatterVariant):
 def _bounds(counts: list[int], width: int) -> list[tuple[int, int]]:
     """First byte of every rank's chunk, and the first behind it."""
     return list(itertools.pairwise(itertools.accumulate((count * width for count in counts), initial=0)))
-
-
-HOST_ONE_SHOT = HostOneShot().register()
-HOST_ONE_SHOT_V = HostOneShotV().register()

@@ -172,6 +172,13 @@ class Stage:
         """A rank's bytes in a slot, typed."""
         return self._typed(self.ring.view(rank, slot, first, size))
 
+    def at(self, address: int, size: int) -> Any:
+        """The caller's memory from an address on, typed."""
+        import numpy as np
+
+        memory = (ctypes.c_char * size).from_address(address)
+        return self._typed(np.frombuffer(memory, np.uint8))  # type: ignore[call-overload]
+
     def put_segments(self) -> Put:
         """Puts every rank's segment of a piece into the own slot."""
         mine, chunk, nbytes, ranks, memmove = (

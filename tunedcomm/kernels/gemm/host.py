@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tunedcomm.kernels.all_gather.host import HOST_ONE_SHOT as HOST_GATHER
+from tunedcomm.kernels.all_gather.host import HostOneShot as GatherOneShot
 from tunedcomm.kernels.all_reduce.host import HostUnfused
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import HostComposed
 from tunedcomm.kernels.common.variant import Collective, Workspace
 from tunedcomm.kernels.gemm.op import bind_product, operands_of, product, rows_of, wanted_of
-from tunedcomm.kernels.reduce_scatter.host import HOST_ONE_SHOT as HOST_SCATTER
+from tunedcomm.kernels.reduce_scatter.host import HostOneShot as ScatterOneShot
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
 
@@ -30,10 +30,10 @@ class _ByRows(HostComposed):
         return None
 
 
-class HostGather(_ByRows):
+class HostGather(_ByRows, registered=True):
     op = "ag_gemm"
     summary = "CPU tensors: all_gather in shared memory, then PyTorch's product"
-    algorithms = {"one_shot": HOST_GATHER}  # noqa: RUF012 - never changed
+    algorithms = {"one_shot": GatherOneShot.variant}  # noqa: RUF012 - never changed
 
     def asked(self, problem: Problem) -> Problem:
         shape = (rows_of(problem) * problem.shape[2],)
@@ -45,7 +45,7 @@ class HostGather(_ByRows):
         if problem.scaling != "rowwise":
             return gathers
         scales = replace(gathers[0].problem, shape=(rows_of(problem),), dtype="float32")
-        return (*gathers, Collective.of(HOST_GATHER, scales, {**config, "chunk_kib": 16}))
+        return (*gathers, Collective.of(GatherOneShot.variant, scales, {**config, "chunk_kib": 16}))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
@@ -66,10 +66,10 @@ class HostGather(_ByRows):
         return run
 
 
-class HostScatter(_ByRows):
+class HostScatter(_ByRows, registered=True):
     op = "gemm_rs"
     summary = "CPU tensors: PyTorch's product, then reduce_scatter in shared memory"
-    algorithms = {"one_shot": HOST_SCATTER}  # noqa: RUF012 - never changed
+    algorithms = {"one_shot": ScatterOneShot.variant}  # noqa: RUF012 - never changed
 
     def asked(self, problem: Problem) -> Problem:
         shape, dtype = (rows_of(problem) * problem.shape[1],), wanted_of(problem).dtype
@@ -89,7 +89,7 @@ class HostScatter(_ByRows):
         return run
 
 
-class HostReduce(HostUnfused):
+class HostReduce(HostUnfused, registered=True):
     """The product goes into the result and is reduced in place."""
 
     op = "gemm_ar"
@@ -111,8 +111,3 @@ class HostReduce(HostUnfused):
                 outputs[0].add_(inputs[2])
 
         return run
-
-
-HOST_GATHER_GEMM = HostGather().register()
-HOST_GEMM_SCATTER = HostScatter().register()
-HOST_GEMM_REDUCE = HostReduce().register()

@@ -12,7 +12,7 @@ from tunedcomm.space import Config
 from tunedcomm.spec import Problem
 
 
-class HostOneShot(ScatterVariant):
+class HostOneShot(ScatterVariant, registered=True):
     op = "reduce_scatter"
     name = "host_one_shot"
     summary = "CPU tensors: every rank sums its chunks of all inputs from shared memory"
@@ -22,6 +22,3 @@ class HostOneShot(ScatterVariant):
         stage = Stage(workspace, problem, config, segments=problem.world_size)
         sums = stage.take_sums(combiner(problem), stage.ring.rank * stage.chunk)
         return stage.one_pass(stage.put_segments(), sums)
-
-
-HOST_ONE_SHOT = HostOneShot().register()
