@@ -28,6 +28,7 @@ from quick import QUICK
 
 from tunedcomm.cli.output import emit, note, table
 from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import config_digest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "db" / "db_fuzz.csv"
@@ -131,8 +132,10 @@ def test_the_probe_sees_what_is_wrong(sound: Base, tmp_path: Path, monkeypatch: 
     """A dispatcher that launches what the fastest row says, whatever that is."""
     path = tmp_path / "tuned.db"
     path.write_bytes(sound.files[""])
+    names = ("config", "config_digest", "latency_p10_us", "latency_p50_us", "latency_p90_us")
+    values = ('{"num_blocks":9999}', config_digest({"num_blocks": 9999}), 0.1, 0.1, 0.1)
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("UPDATE trial SET config = '{\"num_blocks\": 9999}', latency_p50_us = 0.1 WHERE final")
+        connection.execute(f"UPDATE trial SET {', '.join(f'{name} = ?' for name in names)} WHERE final", values)
     assert fuzz_probe.probe(path).broken == []
     monkeypatch.setattr("tunedcomm.selection.select.check_candidate", lambda *args, by_name=True: None)
     assert any("decided for" in text for text in fuzz_probe.probe(path, writing=False).broken)
