@@ -436,3 +436,16 @@ def test_finals_wait_for_the_searches_of_others(seed: int) -> None:
     run(sites, seed)
     assert {problem for problem, _, final in sites[0].asked if final} == set(PROBLEMS)
     assert not any(final for _, _, final in sites[1].asked)
+
+
+def test_problem_without_memory_for_it_is_left_alone_and_blames_nobody() -> None:
+    site = Site(0, Store(), gangs=1)
+    site.step(0)
+    first = site.commands.pop(0).problem
+    assert first is not None
+    assert site.coordinator.learn(0, TrialResult(status="too_large", reason="planted")) is None
+    run([site], seed=0)
+    assert first not in {problem for problem, *_ in site.asked[1:]}
+    assert {problem for problem, _, final in site.asked if final} == set(PROBLEMS) - {first}
+    assert site.coordinator.planned(first) == 0
+    assert not any(trial.problem == first and trial.status != "infeasible" for _, trial in site.store.rows)

@@ -253,6 +253,8 @@ class Coordinator:
         return self._num_left(problem, final=False) if (problem, False) in self._searches else None
 
     def _num_left(self, problem: Problem, *, final: bool) -> int:
+        if problem in self._too_large:
+            return 0
         return self._searches[problem, final].planned(self._knowledge.settled(problem, final=final), self.dropped)
 
     # Choosing
@@ -277,12 +279,12 @@ class Coordinator:
 
     def _begin(self, gang: int, problem: Problem, *, final: bool) -> Command | None:
         """Have a gang run the next candidate of a problem's search or finals; None if there is none for now."""
+        if final and not self._num_left(problem, final=True):
+            return None
         if (problem, final) not in self._searches:
             self._searches[problem, final] = self._open(gang, problem)
         if not final and self._at.get(gang) != (problem, False):
             self._grant_time(problem)
-        if final and not self._num_left(problem, final=True):
-            return None
         commands = [*self._running.values(), *self._again.values()]
         mine = {command.trial[1] for command in commands if (command.problem, command.final) == (problem, final)}
         offered = self._searches[problem, final].feasible
