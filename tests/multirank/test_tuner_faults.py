@@ -211,7 +211,7 @@ def test_problem_that_does_not_fit_is_skipped_and_nobody_blamed(
 def test_retry_tries_failed_candidates_again(tmp_path: Path) -> None:
     wanted = spec_of("wrong_by_one_element", shapes=((64,),), finals=False)
     with Database.open(tmp_path / "tuned.db", create=True) as database:
-        assert sweep(wanted, database).failures == {"incorrect": 1}
+        assert sweep(wanted, database).progress.failures == {"incorrect": 1}
         again = sweep(spec_of("wrong_by_one_element", shapes=((64,),), finals=False, retry=True), database)
         assert again.progress.failures == {"incorrect": 1}
         assert again.progress.trials == 1
