@@ -94,8 +94,8 @@ class Sample:
     allowed: Tensors = ()
 
     def is_right(self, outputs: Sequence[Guarded]) -> torch.Tensor:
-        """Whether outputs are as they are due and nothing around them was written: a bool on the device."""
-        found = [output.damage().sum() == 0 for output in outputs]
+        """True on the device if outputs are as they are due and nothing around them was written."""
+        found = [(side == output.pattern).all() for output in outputs for side in (output.before, output.behind)]
         for number, (output, due) in enumerate(zip(outputs, self.due, strict=True)):
             if self.allowed:
                 found.append((output.tensor.to(due.dtype) - due).norm() <= self.allowed[number])
