@@ -463,8 +463,8 @@ class Runner:
         if graphs:
             runs = [partial(replay, graph, workload.steps) for graph in graphs]
             contenders = [timing.Contender(run, workload.steps, eager=False) for run in runs]
-            timing.take_rounds(Ranks(self.device), contenders, 1, self._stream)
-            return timing.take_rounds(Ranks(self.device), contenders, workload.rounds, self._stream)
+            timing.take_rounds(Ranks(self.device).device_barrier, contenders, 1, self._stream)
+            return timing.take_rounds(Ranks(self.device).device_barrier, contenders, workload.rounds, self._stream)
         times: list[list[float]] = [[] for _ in ready]
         for number in range(workload.rounds):
             for index in timing.order_of_round(number, len(ready)):
