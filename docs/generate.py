@@ -331,16 +331,18 @@ def measured(name: str, op: str, ranks: int, peers: dict[str, str], mode: str = 
 
 
 def all_reduce_host() -> str:
-    """all_reduce of CPU tensors beside gloo."""
-    if not (RESULTS / "all_reduce_host.csv").exists():
-        return "`bench/host_collectives.py` measures it on your machine."
-    lines = []
-    for ranks, dtype in sorted({(int(row["world_size"]), row["dtype"]) for row in rows_of("all_reduce_host.csv")}):
-        for run, *_ in runs("all_reduce_host.csv", "all_reduce", ranks, "eager", dtype).values():
-            ratio = f"{p50(run, 'library') / p50(run, 'tuned'):.1f}"
-            lines.append([str(ranks), dtype, size_of(run), us(run, "library"), us(run, "tuned"), ratio])
-    heads = dict.fromkeys(("ranks", "dtype", "message", "gloo, µs", "tunedcomm, µs", "gloo / tunedcomm"), "r")
-    return table(heads, lines)
+    """µs of all_reduce on CPU tensors beside gloo, and the ratio, by size and number of ranks."""
+    name, heads, lines = "all_reduce_host.csv", {"message": "r"}, defaultdict[str, list[str]](list)
+    for ranks in sorted({int(row["world_size"]) for row in rows_of(name)}):
+        heads |= dict.fromkeys((f"gloo, {ranks} ranks", f"tunedcomm, {ranks} ranks", f"ratio, {ranks} ranks"), "r")
+        for run, *_ in runs(name, "all_reduce", ranks, "eager", "float32").values():
+            gloo, ours = p50(run, "library"), p50(run, "tuned")
+            lines[size_of(run)] += [
+                f"{gloo:,.0f}",
+                f"{ours:,.3g}" if ours < 100 else f"{ours:,.0f}",
+                f"{gloo / ours:.1f}",
+            ]
+    return table(heads, [[size, *cells] for size, cells in lines.items()])
 
 
 def llama() -> str:

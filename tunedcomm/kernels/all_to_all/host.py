@@ -13,16 +13,26 @@ import itertools
 from typing import Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.host import ScatterVariant, Stage
+from tunedcomm.kernels.common.host import KIB, ScatterVariant, Stage
 from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Config
-from tunedcomm.spec import ITEMSIZE, Problem
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
+
+# Of a rank's input. Where ranks share cores, gloo is as fast with larger ones (bench/results/collectives_host.csv).
+_MOST_SHARING_CORES = 1024 * KIB
 
 
-class HostOneShot(ScatterVariant, registered=True):
-    op = "all_to_all"
+class _Chunks(ScatterVariant):
     name = "host_one_shot"
     summary = "CPU tensors: every rank copies its chunks of its peers' inputs from shared memory"
+
+    def untuned(self, problem: Problem, limits: Limits) -> bool:
+        is_fast = problem.world_size <= limits.host_cores or self.slot_bytes(problem) <= _MOST_SHARING_CORES
+        return is_fast and super().untuned(problem, limits)
+
+
+class HostOneShot(_Chunks, registered=True):
+    op = "all_to_all"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         stage = Stage(workspace, problem, config, segments=problem.world_size)
@@ -38,10 +48,8 @@ class HostOneShot(ScatterVariant, registered=True):
         return stage.one_pass(stage.put_segments(), take)
 
 
-class HostOneShotV(ScatterVariant, registered=True):
+class HostOneShotV(_Chunks, registered=True):
     op = "all_to_all_v"
-    name = "host_one_shot"
-    summary = HostOneShot.summary
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         stage, memmove = Stage(workspace, problem, config, segments=problem.world_size), ctypes.memmove
