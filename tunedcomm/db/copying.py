@@ -97,7 +97,7 @@ def as_database(source: str | Path, scratch: Path) -> str:
 
 @contextmanager
 def _records(target: Target, skipped: Skipped | None) -> Iterator[Iterator[Record]]:
-    """What a database of any form holds, each record after those that it refers to."""
+    """Read the records of a database of any form, each after those that it refers to."""
     if target.path is not None and is_jsonl(target.path):
         yield read_lines(target.path)
         return

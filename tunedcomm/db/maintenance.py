@@ -146,7 +146,7 @@ def _or_ok(name: str, found: list[Finding], well: str) -> list[Finding]:
 
 
 def _integrity(where: Target, path: Path) -> list[Finding]:
-    """What SQLite itself finds, and objects that only an intruder would have put into the file.
+    """List what SQLite finds wrong with the file, and triggers and views, which tunedcomm never makes.
 
     Raises:
         DatabaseCorruptError: the file is damaged: what its rows hold means nothing.

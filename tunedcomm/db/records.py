@@ -359,7 +359,7 @@ def check_op(variant: StoredVariant, problem: Problem) -> None:
 
 
 class Reader:
-    """What one query has read: each distinct config parsed once, and the rows that made no sense.
+    """Parses the rows of one query, each distinct config once, and counts those that make no sense.
 
     Attributes:
         skipped: rows that made no sense.

@@ -212,7 +212,10 @@ def judge(winner: Winner, records: Sequence[Trial], *, tolerance: float) -> Veri
 
 
 def _compare(winner: Winner, row: Row, library_us: float, tolerance: float) -> tuple[Verdict, str]:
-    """What became of it. The library's time moves too: a loss against it alone is no fault of the winner."""
+    """Compare a winner's new time with the stored one.
+
+    A loss against the library alone is no fault of the winner: the library's time moves too.
+    """
     if winner.row.is_library:
         return "ok", "the library serves"
     ratio, now = row.latency_p50_us / library_us, noise(row)

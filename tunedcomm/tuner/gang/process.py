@@ -73,9 +73,11 @@ class Loss:
 
 
 def loss_by_exit(exits: Mapping[int, int], said: str) -> Loss:
-    """What the exit codes (minus a signal's number) of the ranks that have ended mean, first dead first.
+    """Say how a gang was lost.
 
-    `said` is the first error that a rank told of.
+    Args:
+        exits: exit codes of the ranks that have ended, first dead first; minus its number for a signal.
+        said: the first error that a rank told of.
     """
     # A signal is the cause, whoever was seen dead first: the others raise when a peer is gone.
     killed = {rank: -code for rank, code in exits.items() if code < 0}

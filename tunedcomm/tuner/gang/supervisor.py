@@ -109,7 +109,7 @@ class Supervisor:
         return self._reason or "budget"
 
     def states(self) -> list[GangProgress]:
-        """What every gang is at, by slot, without latencies."""
+        """The step, problem and candidate of every gang, by slot; latencies are left to the caller."""
         found = []
         for slot, gang in sorted(self._gangs.items()):
             at = self._coordinator.activity(slot) or Command(kind="wait")

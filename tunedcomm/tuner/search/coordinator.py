@@ -239,7 +239,7 @@ class Coordinator:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What is tuned, family by family."""
+        """The problems to tune, family by family."""
         return tuple(problem for family in self._families for problem in family)
 
     def activity(self, gang: int) -> Command | None:
@@ -375,7 +375,7 @@ class Coordinator:
     # Other supervisors
 
     def _in_flight(self, problem: Problem, *, final: bool, max_age_s: float = 0.0) -> frozenset[Candidate]:
-        """What other supervisors run of a problem; what they had stored by then is known."""
+        """Candidates of a problem that other supervisors run now; reads what they have stored, too."""
         if self.claims is None:
             return frozenset()
         running = self.claims.in_flight(problem, final=final, max_age_s=max_age_s)

@@ -698,7 +698,7 @@ def compile_ahead(
 def _chosen(
     database: Database, known: Knowledge, problems: Iterable[Problem], world_size: int
 ) -> dict[Problem, Candidate]:
-    """What dispatch takes from the tuned database, pins aside."""
+    """The candidates that dispatch would choose from the tuned database, if nothing were pinned."""
     fetched = database.ask(partial(fetch, environment=known.environment, world_size=world_size))
     snapshot = replace(build_snapshot(known.environment, world_size, [fetched]), pins=())
     registered = Registered(known.limits, hash_if_known)
@@ -767,7 +767,7 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
 
 
 def stored_records(database: Database, problems: Collection[Problem]) -> list[Trial]:
-    """What the database holds on these problems, in any environment, oldest first."""
+    """Stored trials of these problems, in any environment, oldest first."""
     wanted, kinds = set(problems), {(problem.op, problem.world_size) for problem in problems}
     found = [trial for op, ranks in kinds for trial in database.trials(op=op, world_size=ranks)]
     return sorted((t for t in found if t.problem in wanted), key=lambda t: (t.created_at, t.id or 0))
