@@ -241,12 +241,12 @@ _ADVICE = {
 def nearest(here: Environment, stored: Iterable[Environment]) -> Environment | None:
     """The stored environment that differs least from `here` in hard fields; None if there is none.
 
-    What weighs most comes first: GPU or host backend, architecture, hosts, fabric, multicast, model, number of SMs.
+    GPUs are compared with GPUs only, and CPUs with CPUs. What weighs most comes first: architecture, hosts, fabric,
+    multicast, model, number of SMs.
     """
 
     def distance(other: Environment) -> tuple[Any, ...]:
         return (
-            here.is_host != other.is_host,
             here.compute_capability != other.compute_capability,
             here.nodes != other.nodes,
             Fabric.parse(here.fabric).kind != Fabric.parse(other.fabric).kind,
@@ -258,7 +258,7 @@ def nearest(here: Environment, stored: Iterable[Environment]) -> Environment | N
             other.digest,
         )
 
-    return min(stored, key=distance, default=None)
+    return min((other for other in stored if other.is_host == here.is_host), key=distance, default=None)
 
 
 def fabric_of(*, uuid: str = "") -> tuple[Fabric, str]:

@@ -53,3 +53,11 @@ def format_bytes(num_bytes: int) -> str:
     power = min(max(num_bytes, 1).bit_length() - 1, 39) // 10
     size = num_bytes / 1024**power
     return f"{size:.2f}".rstrip("0").rstrip(".") + f" {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def format_us(latency_us: float | None) -> str:
+    """A latency in µs with three significant digits or more, as `4.30`, `12.5` and `1,284`; `-` for None."""
+    if latency_us is None:
+        return "-"
+    digits = 2 if latency_us < 9.995 else int(latency_us < 99.95)
+    return f"{latency_us:,.{digits}f}"

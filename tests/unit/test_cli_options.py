@@ -4,9 +4,9 @@ import pytest
 import typer
 
 from tunedcomm.cli import options
-from tunedcomm.cli.output import format_ratio, format_us
+from tunedcomm.cli.output import format_ratio
 from tunedcomm.errors import UnknownNameError
-from tunedcomm.metrics import format_bytes
+from tunedcomm.metrics import format_bytes, format_us
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_bytes(num_bytes: int, text: str) -> None:
 
 
 def test_latencies_and_ratios() -> None:
-    assert [format_us(value) for value in (None, 2.914, 99.9, 613.7)] == ["-", "2.91", "99.90", "614"]
+    assert [format_us(value) for value in (None, 2.914, 99.9, 613.7, 1283.6)] == ["-", "2.91", "99.9", "614", "1,284"]
     assert format_ratio(12.0, 4.0) == "3.00x"
     assert format_ratio(None, 4.0) == "-"
     assert format_ratio(12.0, None) == "-"

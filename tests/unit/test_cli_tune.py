@@ -145,7 +145,7 @@ def test_options_reach_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_summary_names_winner_speed_up_and_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shown = start(Sweep(outcome()), monkeypatch)
     line = next(line for line in shown.stdout.splitlines() if "lamport(num_blocks=8)" in line)
-    for part in ("98304", "192 KiB", "eager", "4.00", "14.00", "3.50x", "17", "2 compile_error, 1 hung"):
+    for part in ("98304", "192 KiB", "eager", "4.00", "14.0", "3.50x", "17", "2 compile_error, 1 hung"):
         assert part in line
     assert f"17 trials in 12 s, stored in {tmp_path / 'user.db'} (run 3)" in shown.stdout
     assert "one_shot" in shown.stderr
@@ -227,7 +227,7 @@ def progress(
 
 def test_line_says_where_the_sweep_stands() -> None:
     text = describe(progress(PROBLEM, done=1), gang(PROBLEM))
-    for part in ("[1/2]", "98304", "best 4.00 µs", "library 14.00 µs", "3.50x", "5 trials", "1 hung"):
+    for part in ("[1/2]", "98304", "best 4.00 µs", "library 14.0 µs", "3.50x", "5 trials", "1 hung"):
         assert part in text
     assert "starting" in describe(progress(None), gang(None))
 
@@ -289,7 +289,7 @@ def test_live_view_has_a_line_a_gang() -> None:
         assert part in text
     (line,) = [line for line in text.splitlines() if line.startswith("gang 0")]
     assert "98304" in line
-    assert "best 4.00 µs, library 14.00 µs (3.50x); running lamport(num_blocks=8)" in line
+    assert "best 4.00 µs, library 14.0 µs (3.50x); running lamport(num_blocks=8)" in line
 
 
 def test_gangs_reach_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

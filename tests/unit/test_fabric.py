@@ -294,8 +294,8 @@ def test_the_nearest_environment() -> None:
     b200 = replace(H200, gpu="NVIDIA B200", compute_capability=100, num_sms=148)
     far = replace(H200, nodes=2)
     host = hardware.detect()
-    order = [H200, h100, nvl, far, b200, host]
+    order = [H200, h100, nvl, far, b200]
     for count in range(len(order)):
         assert nearest(H200, reversed(order[count:])) == order[count]
-    assert nearest(H200, []) is None
-    assert nearest(host, order) == host
+    assert nearest(H200, [host]) is None
+    assert nearest(host, [*order, host]) == host

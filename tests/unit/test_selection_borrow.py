@@ -297,13 +297,10 @@ def test_borrow_on_the_command_line(databases: str, monkeypatch: pytest.MonkeyPa
 def test_explain_says_from_what_is_borrowed(databases: str) -> None:
     shown = CliRunner().invoke(main.app, ["explain", *ASK, "--hardware", H200.digest, "--borrow", "H100"]).stdout
     for part in (
-        "fabric        NVLink 4, 18 links through NVSwitch",
-        "source        borrowed",
-        "measured in   NVIDIA H100 80GB HBM3",
+        "borrowed from NVIDIA H100 80GB HBM3",
         "not the same  gpu is 'NVIDIA H200' here and 'NVIDIA H100 80GB HBM3' there",
     ):
         assert part in shown, shown
-    assert "latency  " not in shown
 
 
 def test_explain_names_the_nearest_hardware(databases: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,10 +321,10 @@ def test_doctor_knows_this_machine(databases: str, monkeypatch: pytest.MonkeyPat
     assert line.level == "ok"
     assert "driver 570.1 → 999" in line.detail
     monkeypatch.setattr("tunedcomm.cli.doctor.environment_here", lambda: replace(H200, multicast=True))
-    first, second = check_this_machine()
-    assert (first.level, second.level) == ("warn", "warn")
-    assert "the nearest is NVIDIA H200" in first.detail
-    assert second.detail == "multicast is True here and False there"
+    (line,) = check_this_machine()
+    assert line.level == "warn"
+    assert "the nearest is NVIDIA H200" in line.detail
+    assert "multicast is True here and False there" in line.detail
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", "")
     (line,) = check_this_machine()
     assert "no database holds anything" in line.detail

@@ -39,10 +39,10 @@ def test_a_family_without_rows_asks_its_relatives(stored: dict[str, Any], asked:
     rows = [row("one_shot", 4.0, 4096, like=stored), row("one_shot", 6.0, 16384, like=stored)]
     decision = decide(rows, problem(8192, **asked))
     assert (decision.candidate, decision.source) == (candidate("one_shot"), "interpolated")
-    assert f"predicted between 4096 and 16384 bytes with {said}: " in decision.why
+    assert f"predicted between 4 KiB and 16 KiB with {said}: " in decision.why
     same_size = decide(rows, problem(4096, **asked))
     assert (same_size.source, same_size.latency_us) == ("interpolated", 4.0)
-    assert f"measured at 4096 bytes with {said}: " in same_size.why
+    assert f"measured at 4 KiB with {said}: " in same_size.why
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_the_fastest_challenger_wins_and_says_by_how_much() -> None:
     assert (decision.source, decision.latency_us, decision.library_us) == ("exact", 2.5, 10.0)
     assert (decision.runner_up, decision.runner_up_us) == (candidate("one_shot"), 5.0)
     assert (decision.trial_id, decision.layer, decision.environment) == (7, "user", H200)
-    assert "lamport(num_blocks=4) takes 2.50 µs, 4.00x as fast as the library (10.00 µs)" in decision.why
+    assert "lamport(num_blocks=4) is expected to take 2.50 µs, 4.00x as fast as the library (10.0 µs)" in decision.why
     assert "+100.0% to the runner-up one_shot(num_blocks=4)" in decision.why
     assert "trial 7 of the user layer" in decision.why
     assert reasons(decision) == {"one_shot(num_blocks=4)": "5.00 µs against 2.50 µs of lamport(num_blocks=4)"}
@@ -62,7 +62,7 @@ def test_a_ratio_to_a_disturbed_library_wins_nothing() -> None:
     lucky = row("one_shot", 12.0, baseline_p50_us=60.0)
     decision = decide([*rows, lucky])
     assert decision.candidate == candidate("lamport")
-    assert reasons(decision)["one_shot(num_blocks=4)"].startswith("12.00 µs is not less than the library's 10.00 µs")
+    assert reasons(decision)["one_shot(num_blocks=4)"].startswith("12.0 µs is not less than the library's 10.0 µs")
     assert decide([row("library", 10.0), lucky, row("two_shot", 10.8)]).candidate.variant == "library"
     throttled = row("one_shot", 6.0, baseline_p50_us=14.0)
     assert decide([*rows, throttled]).candidate == candidate("one_shot"), "within a half more, ratios are compared"
@@ -280,7 +280,9 @@ def test_between_two_sizes_both_bound_what_is_expected() -> None:
     assert decision.latency_us == pytest.approx(7.0 * (7.5 / 7.0) ** way), "the line, where it is worse"
     assert decision.runner_up == candidate("one_shot")
     assert decision.runner_up_us == pytest.approx(8.0), "twice what half takes, less than by the ratio"
-    assert decision.why.startswith("predicted between 4096 and 8192 bytes: two_shot(num_blocks=4) takes 7.14 µs")
+    assert decision.why.startswith(
+        "predicted between 4 KiB and 8 KiB: two_shot(num_blocks=4) is expected to take 7.14 µs"
+    )
     assert decide(rows, problem(4098)).candidate == candidate("two_shot"), "one_shot is on the edge of a step here"
 
 
@@ -321,7 +323,7 @@ def test_a_candidate_measured_at_the_larger_size_alone_takes_part() -> None:
     rows = [row("one_shot", 4.0, 4096), row("two_shot", 5.0, 16384)]
     decision = decide(rows, problem(6000))
     assert decision.candidate == candidate("two_shot")
-    assert "between 4096 and 16384 bytes" in decision.why
+    assert "between 4 KiB and 16 KiB" in decision.why
 
 
 def test_where_nothing_may_run_at_the_larger_size_the_nearest_size_serves() -> None:
@@ -329,7 +331,7 @@ def test_where_nothing_may_run_at_the_larger_size_the_nearest_size_serves() -> N
     decision = decide(rows, problem(6000))
     assert decision.candidate == candidate("one_shot")
     assert decision.latency_us is None
-    assert "as at the nearest measured size, 4096 bytes" in decision.why
+    assert "as at the nearest measured size, 4 KiB" in decision.why
 
 
 def test_nothing_is_extrapolated_beyond_a_factor_of_two() -> None:
@@ -339,7 +341,7 @@ def test_nothing_is_extrapolated_beyond_a_factor_of_two() -> None:
         assert decision.source == source, size
         assert decision.candidate == candidate("one_shot" if source == "interpolated" else "library")
     assert (
-        "what is measured at 16384 bytes, the nearest size, may not serve this one; `tunedcomm tune` measures it"
+        "what is measured at 16 KiB, the nearest size, may not serve this one; `tunedcomm tune` measures it"
         in decide(rows, problem(1 << 20)).why
     )
 
@@ -363,7 +365,7 @@ def test_sizes_whose_candidates_cannot_run_are_looked_past() -> None:
     rows = [*curve("one_shot", {2048: 4.0, 16384: 6.0}), row("lamport", 2.0, 4096), row("lamport", 2.0, 8192)]
     decision = decide(rows, problem(6000), feasible=lambda which: "no" if which.variant == "lamport" else None)
     assert decision.candidate == candidate("one_shot")
-    assert "between 2048 and 16384" in decision.why
+    assert "between 2 KiB and 16 KiB" in decision.why
 
 
 def test_every_trial_is_interpolated_but_not_of_other_software() -> None:

@@ -34,7 +34,8 @@ from tunedcomm.cli.options import (
     split,
     takes,
 )
-from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, note, table_of
+from tunedcomm.cli.output import emit, emit_json, format_ratio, note, table_of
+from tunedcomm.metrics import format_us
 from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, variants
 
 _problem = itemgetter("shape", "dtype", "mode", "world_size", "input_kind")

@@ -32,7 +32,6 @@ from tunedcomm.cli.output import (
     emit,
     emit_json,
     format_ratio,
-    format_us,
     jsonable,
     kind_of,
     message_of,
@@ -57,7 +56,7 @@ from tunedcomm.cli.stored import (
     read_layers,
 )
 from tunedcomm.errors import ConfigError, UnknownNameError
-from tunedcomm.metrics import format_bytes
+from tunedcomm.metrics import format_bytes, format_us
 from tunedcomm.selection.snapshot import matches
 from tunedcomm.spec import Candidate, Mode, admits, check_candidate, format_shape, get_variant
 

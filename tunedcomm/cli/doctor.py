@@ -197,12 +197,11 @@ def check_this_machine() -> Iterator[Line]:
         return
     found = nearest(here, stored)
     if found is None:
-        yield Line("this machine", "warn", f"no database holds anything, so {here} runs the library", _NONE_HERE)
+        yield Line("this machine", "warn", f"no database holds anything for {here}", _NONE_HERE)
         return
-    yield Line("this machine", "warn", f"no database holds anything for {here}; the nearest is {found}", _NONE_HERE)
     different = here.differences(found)
-    for name, difference in different.items():
-        yield Line("this machine", "warn", difference, advice(name, here, different))
+    detail = f"no database holds anything for {here}; the nearest is {found}: {'; '.join(different.values())}"
+    yield Line("this machine", "warn", detail, advice(next(iter(different)), here, different))
 
 
 def check_borrowing(names: Sequence[str]) -> Iterator[Line]:

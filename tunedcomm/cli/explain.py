@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from tunedcomm.cli.options import CallOptions, borrowed, takes
-from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, jsonable, message_of
+from tunedcomm.cli.output import emit, emit_json, jsonable, message_of
 from tunedcomm.cli.stored import environment_for, read_each, read_layers, stored_environments
 from tunedcomm.errors import ConfigError
+from tunedcomm.metrics import format_us
 from tunedcomm.selection.snapshot import gc_paused
-from tunedcomm.spec import Candidate, admits, check_candidate, variants
+from tunedcomm.spec import ITEMSIZE, Candidate, admits, check_candidate, get_op, variants
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tunedcomm.db.layers import Layer
+    from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
     from tunedcomm.selection.select import Decision
-    from tunedcomm.spec import Limits, NumericsPolicy, Problem
+    from tunedcomm.spec import Limits, NumericsPolicy, Problem, Variant
 
 
 @takes(CallOptions)
@@ -35,10 +39,14 @@ def lookup(options: CallOptions) -> None:
 
 
 @takes(CallOptions)
-def explain(options: CallOptions) -> None:
-    """Say what dispatch would run for one problem, on what evidence, and why nothing else.
+def explain(
+    options: CallOptions,
+    *,
+    every: Annotated[bool, typer.Option("--all", help="Say why each other candidate was passed over.")] = False,
+) -> None:
+    """Say what dispatch would run for one problem and on what evidence; with --all, why nothing else.
 
-    Example: tunedcomm explain --op all_reduce --shape 98304 --dtype bfloat16 --world-size 4 --hardware H200
+    Example: tunedcomm explain --op all_reduce --shape 98304 --world-size 4 --hardware H200
     """
     choice = choose(options)
     if options.as_json:
@@ -46,6 +54,12 @@ def explain(options: CallOptions) -> None:
         return
     for line in explanation(choice):
         emit(line)
+    passed_over = (*choice.decision.passed_over, *choice.left_out)
+    if not every:
+        emit(f"{len(passed_over)} candidates were passed over; --all lists them with the reasons")
+    width = max((len(name) for name, _ in passed_over), default=0)
+    for name, reason in passed_over if every else ():
+        emit(f"  {name:<{width}}  {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,7 @@ class Choice:
     Attributes:
         problem, environment: what was asked.
         decision: what dispatch runs, with the candidates that it looked at.
-        left_out: variants of which it looked at no candidate, each with the reason.
+        left_out: variants of which it looked at no candidate, each with the reason, but for those that never run here.
         nearest: where nothing is stored for this hardware, the stored environment that differs least from it.
     """
 
@@ -88,6 +102,8 @@ def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
     with gc_paused():
         layers = read_layers(options.db)
         environment = environment_for(options.hardware, layers, options.problem())
+        if options.dtype is None:
+            options = replace(options, dtype=_stored_dtype(options, environment, layers))
         problem = options.problem_in(environment)
         strict, borrow = options.db is not None, borrowed(options.borrow)
         snapshot = load_snapshot(
@@ -111,6 +127,17 @@ def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
         return Choice(problem, environment, decision, left_out, other)
 
 
+def _stored_dtype(options: CallOptions, environment: Environment, layers: Sequence[Layer]) -> str | None:
+    """The dtype in which the op has run on hardware like `environment`; None if it ran in none or in several."""
+
+    def read(database: Database) -> set[str]:
+        return database.dtypes(op=options.op, world_size=options.world_size, environment=environment)
+
+    # Quiet: loading the snapshot notes the layers that cannot be read.
+    found = set[str]().union(*(dtypes for _, dtypes in read_each(layers, read, is_quiet=True)))
+    return found.pop() if len(found) == 1 else None
+
+
 def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence[Layer]) -> dict[str, str]:
     """Variant to what its trials of this very problem on this hardware came to; the nearest layer's where several have.
 
@@ -127,66 +154,55 @@ def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence
                 best[trial.variant] = min(trial.latency_p50_us, best.get(trial.variant, trial.latency_p50_us))
             elif trial.status != "infeasible":
                 found[trial.variant] = f"{trial.status}: {trial.reason}" if trial.reason else trial.status
-        found.update({name: f"{latency_us:.2f} µs at best where it was tried" for name, latency_us in best.items()})
+        found.update(
+            {name: f"{format_us(latency_us)} µs at best where it was tried" for name, latency_us in best.items()}
+        )
     return found
 
 
 def _left_out(
     problem: Problem, decision: Decision, limits: Limits, policy: NumericsPolicy, stored: Mapping[str, str]
 ) -> tuple[tuple[str, str], ...]:
-    """The variants of which no candidate was looked at, each with the reason."""
+    """The variants of which no candidate was looked at, each with the reason; none that never runs here."""
     looked_at = {name.partition("(")[0] for name, _ in decision.passed_over} | {decision.candidate.variant}
+    others = [variant for variant in variants(problem.op).values() if variant.name not in looked_at]
+    is_host = limits.backend == "host" and any(v.untuned(problem, limits) for v in variants(problem.op).values())
+    shapes = get_op(problem.op).default_shapes(limits.backend, ITEMSIZE[problem.dtype])
     found = []
-    for variant in variants(problem.op).values():
-        if variant.name in looked_at:
+    for variant in others:
+        reason = _why_not(variant, problem, limits)
+        if reason is not None and all(_why_not(variant, replace(problem, shape=shape), limits) for shape in shapes):
             continue
-        reason: str | None
+        if reason is None and is_host and variant.kernels and variant.name not in stored:
+            continue  # beside variants of CPU tensors, interpreted kernels run only if they are forced
         if not admits(policy, variant.numerics):
             reason = f"its numerics class, {variant.numerics}, is not admitted by the policy {policy!r}"
         elif variant.is_library and decision.library_us is not None and decision.latency_us is not None:
-            reason = f"{decision.library_us:.2f} µs against {decision.latency_us:.2f} µs"
-        else:
-            try:
-                config = variant.default_config(problem, limits)
-                candidate = Candidate.of(problem.op, variant.name, config)
-                reason = check_candidate(problem, candidate, limits, by_name=False)
-            except ConfigError as error:
-                reason = str(error)
-            reason = reason or stored.get(variant.name) or "no trial near this problem is stored"
-        found.append((variant.name, reason))
+            reason = f"{format_us(decision.library_us)} µs against {format_us(decision.latency_us)} µs"
+        found.append((variant.name, reason or stored.get(variant.name) or "no trial near this problem is stored"))
     return tuple(found)
 
 
+def _why_not(variant: Variant, problem: Problem, limits: Limits) -> str | None:
+    """The reason why the variant's default config cannot run the problem unless it is forced, or None."""
+    try:
+        candidate = Candidate.of(problem.op, variant.name, variant.default_config(problem, limits))
+    except ConfigError as error:
+        return str(error)
+    return check_candidate(problem, candidate, limits, by_name=False)
+
+
 def explanation(choice: Choice) -> list[str]:
-    """The lines that `explain` prints."""
+    """The decision in three lines, and below it what is unusual about the evidence."""
     problem, environment, decision = choice.problem, choice.environment, choice.decision
-    entries: list[tuple[str, str]] = [
-        ("on", str(environment)),
-        ("fabric", environment.fabric_in_words),
-        ("runs", str(decision.candidate)),
-        ("source", decision.source),
-        ("why", decision.why),
-    ]
-    if decision.layer:
-        trial = "" if decision.trial_id is None else f", trial {decision.trial_id}"
-        entries.append(("evidence", f"{decision.layer} database{trial}"))
-    if decision.latency_us is not None:
-        entries.append(("latency", f"{format_us(decision.latency_us)} µs"))
-    if decision.library_us is not None and decision.candidate.variant != "library":
-        speed_up = format_ratio(decision.library_us, decision.latency_us)
-        entries.append(("library", f"{format_us(decision.library_us)} µs, speed-up {speed_up}"))
-    if decision.runner_up is not None:
-        after = "" if decision.runner_up_us is None else f", {format_us(decision.runner_up_us)} µs"
-        entries.append(("runner-up", f"{decision.runner_up}{after}"))
+    why = decision.why.replace(str(decision.candidate), "it")
+    entries = [("runs", str(decision.candidate)), (decision.source, why)]
     if (measured_in := decision.environment) is not None:
-        drift = environment.drift(measured_in)
-        entries.append(("measured in", f"{measured_in}" + (f"; since then: {', '.join(drift)}" if drift else "")))
+        if drift := environment.drift(measured_in):
+            entries.append(("measured", f"before this changed: {', '.join(drift)}"))
         entries += [("not the same", text) for text in environment.differences(measured_in).values()]
     if choice.nearest is not None:
         entries.append(("nearest", f"nothing is stored for this hardware; the nearest is {choice.nearest}"))
         entries += [("", text) for text in environment.mismatches(choice.nearest)]
-    lines = [f"{problem} ({message_of(problem)})", *(f"  {name:<12}  {text}" for name, text in entries)]
-    if passed_over := (*decision.passed_over, *choice.left_out):
-        width = max(len(name) for name, _ in passed_over)
-        lines += ["  passed over", *(f"    {name:<{width}}  {reason}" for name, reason in passed_over)]
-    return lines
+    head = f"{problem} ({message_of(problem)}) on {environment}"
+    return [head, *(f"  {name:<12}  {text}" for name, text in entries)]

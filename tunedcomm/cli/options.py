@@ -85,7 +85,7 @@ class ProblemOptions:
     op: OpOption
     shape: Annotated[str, typer.Option(help="Element count of a collective, MxNxK of a fused GEMM.")]
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")]
-    dtype: Annotated[str, typer.Option(help="Dtype of the payload.")] = "bfloat16"
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the payload; by default bfloat16.")] = None
     mode: Annotated[Mode | None, typer.Option(help="In CUDA graphs or not; by default graph, eager on CPUs.")] = None
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None
     input_kind: Annotated[InputKind, typer.Option(help="Whether peers can address the input.")] = "plain"
@@ -95,17 +95,17 @@ class ProblemOptions:
 
     def problem(self) -> Problem:
         """The problem that the options name, in graph mode unless they say otherwise."""
-        spec = known_op(self.op)
+        spec, dtype = known_op(self.op), self.dtype or "bfloat16"
         problem = Problem(
             op=spec.name,
             shape=check_shape(self.shape, spec, may_be_empty=True),
-            dtype=check_dtype(self.dtype),
+            dtype=check_dtype(dtype),
             world_size=self.world_size,
             reduction=check_option("reduction", self.reduction, spec),
             input_kind=self.input_kind,
             in_place=self.in_place,
             layout=check_option("layout", self.layout, spec),
-            scaling=check_option("scaling", self.scaling, spec, self.dtype),
+            scaling=check_option("scaling", self.scaling, spec, dtype),
             mode=self.mode or "graph",
         )
         return check_problem(problem)
@@ -122,6 +122,9 @@ class ProblemOptions:
 class CallOptions(ProblemOptions):
     """The options that name one problem, how a caller asks for it, and where: of `lookup` and of `explain`."""
 
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the payload; by default the stored one, bfloat16 if there are several.")
+    ] = None
     numerics: Annotated[NumericsPolicy, typer.Option(help="Numerics classes that may run.")] = "default"
     max_sms: Annotated[int | None, typer.Option(min=0, help="Most SMs that the kernel may take.")] = None
     hardware: HardwareOption = None

@@ -51,13 +51,6 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
-def format_us(latency_us: float | None) -> str:
-    """A latency with three significant digits or more; `-` where there is none."""
-    if latency_us is None:
-        return "-"
-    return f"{latency_us:.2f}" if latency_us < 100 else f"{latency_us:.0f}"
-
-
 def format_ratio(baseline_us: float | None, latency_us: float | None) -> str:
     """Speed-up over the baseline, as `2.10x`; `-` where either is missing."""
     if not baseline_us or not latency_us:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tunedcomm.cli.output import attributes, counted, format_ratio, format_us, jsonable, note
+from tunedcomm.cli.output import attributes, counted, format_ratio, jsonable, note
 from tunedcomm.errors import printable
+from tunedcomm.metrics import format_us
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -48,7 +48,6 @@ from tunedcomm.cli.output import (
     emit,
     emit_json,
     format_ratio,
-    format_us,
     kind_of,
     message_of,
     named_candidate,
@@ -58,6 +57,7 @@ from tunedcomm.cli.output import (
 from tunedcomm.cli.progress import say, shown
 from tunedcomm.cli.stored import open_to_write, read_layers
 from tunedcomm.errors import DatabaseAccessError, TuningError
+from tunedcomm.metrics import format_us
 from tunedcomm.spec import Problem, admits, format_shape, variants
 from tunedcomm.tuner.models import Model, catalog
 

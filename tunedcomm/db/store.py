@@ -18,7 +18,7 @@ from tunedcomm.db.records import Pin, Reader, Run, Status, StoredVariant, Trial,
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Problem, format_shape
+from tunedcomm.spec import DTYPES, Candidate, Problem, format_shape
 from tunedcomm.version import VERSION
 
 T = TypeVar("T")
@@ -282,6 +282,18 @@ class Database:
         of = _equal((ProblemRow.op, op), (ProblemRow.world_size, world_size))
         where = [ran.where(TrialRow.problem_id.in_(select(ProblemRow.id).where(*of))).exists()] if of else []
         return list(self.ask(lambda connection, reader: query.load_environments(connection, reader, *where)).values())
+
+    def dtypes(self, *, op: str, world_size: int, environment: Environment) -> set[str]:
+        """The dtypes in which `op` has an ok trial of this world size on hardware like `environment`."""
+
+        def ask(connection: Connection, reader: Reader) -> set[str]:
+            there = TrialRow.environment_id.in_(query.environments_like(connection, environment, reader))
+            of = _equal((ProblemRow.op, op), (ProblemRow.world_size, world_size))
+            ran = select(TrialRow.id).where(TrialRow.problem_id == ProblemRow.id, TrialRow.status == "ok", there)
+            found = connection.execute(select(query.raw(ProblemRow.dtype)).where(*of, ran.exists()).distinct())
+            return set(found.scalars()).intersection(DTYPES)
+
+        return self.ask(ask)
 
     def problems(self, *, op: str | None = None) -> list[Problem]:
         """Every problem, sorted."""

@@ -33,6 +33,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
+from tunedcomm.metrics import format_bytes, format_us
 from tunedcomm.selection.interpolate import (
     GEMM_EXTENTS,
     MAX_GAP,
@@ -405,7 +406,7 @@ def _interpolate(lookup: _Lookup, sizes: dict[int, list[Row]], reach: int | None
     size = lookup.size(lookup.problem)
     if size in sizes:
         found = lookup.pool(sizes[size], predicted=True)
-        text = f"measured at {size} bytes{relaxed}: "
+        text = f"measured at {_named(sizes[size], size)}{relaxed}: "
         near = partial(_near_pools, lookup, sizes, size)
         return _settle(lookup, found, sizes[size], "interpolated", text, near=near)
     below = max((s for s in sizes if s < size), default=None)
@@ -419,13 +420,21 @@ def _interpolate(lookup: _Lookup, sizes: dict[int, list[Row]], reach: int | None
         found = predict_between(sizes[below], sizes[above], (below, size, above), usable, rounds)
         if found.scored:
             lookup.report(rows, usable)
-            text = f"predicted between {below} and {above} bytes{relaxed}: "
+            text = f"predicted between {_named(sizes[below], below)} and {_named(sizes[above], above)}{relaxed}: "
             return _settle(lookup, found, rows, "interpolated", text)
     ends = [s for s in (below, above) if s is not None]
     nearest = min(ends, key=lambda s: (max(s, size) / min(s, size), s))
     if reach is None or max(nearest, size) <= reach * min(nearest, size):
-        return _nearby_winner(lookup, sizes[nearest], f"as at the nearest measured size, {nearest} bytes{relaxed}: ")
+        return _nearby_winner(
+            lookup, sizes[nearest], f"as at the nearest measured size, {_named(sizes[nearest], nearest)}{relaxed}: "
+        )
     return None
+
+
+def _named(rows: Sequence[Row], size: int) -> str:
+    """The size of rows as a person says it: bytes of a collective, the shape of a GEMM."""
+    shape = rows[0].problem.shape
+    return format_shape(shape) if len(shape) == GEMM_EXTENTS else format_bytes(size)
 
 
 def _nearby_winner(lookup: _Lookup, rows: list[Row], text: str) -> Decision:
@@ -498,7 +507,7 @@ def _rule_of_thumb(lookup: _Lookup) -> Decision | None:
     candidate = None if lookup.rows_of_problem() else lookup.catalog.untuned(lookup.problem)
     if candidate is None or lookup.why_excluded(candidate) or candidate in lookup.failed({lookup.problem.family}):
         return None
-    why = f"{candidate} by rule of thumb: nothing of this size is measured here; `tunedcomm tune` measures it"
+    why = f"nothing of this size is measured here, so {candidate} runs by rule of thumb; `tunedcomm tune` measures it"
     return _unmeasured(lookup, candidate, "heuristic", why)
 
 
@@ -509,7 +518,7 @@ def _library(lookup: _Lookup) -> Decision:
         nearest = min({lookup.size(row.problem) for row in rows}, key=lambda s: (abs(math.log(s / size)), s))
         rows = tuple(row for row in rows if lookup.size(row.problem) == nearest)
         lookup.report(rows, lookup.usable(rows, predicted=True))
-        why = f"what is measured at {nearest} bytes, the nearest size, may not serve this one"
+        why = f"what is measured at {_named(rows, nearest)}, the nearest size, may not serve this one"
         if any(row.problem == lookup.problem for row in rows):
             why, advice = "of what is measured at this very size only the library may serve", ""
     else:
@@ -552,7 +561,8 @@ def _settle(
     for other in beating:
         tie = "a tie within the noise, decided by the neighbouring sizes and the name: " if other in tied else ""
         lookup.pass_over(
-            other.candidate, f"{tie}{other.score:.2f} µs against {winner.score:.2f} µs of {winner.candidate}"
+            other.candidate,
+            f"{tie}{format_us(other.score)} µs against {format_us(winner.score)} µs of {winner.candidate}",
         )
     runner_up = next((scored for scored in found.scored if scored is not winner), None)
     return Decision(
@@ -574,11 +584,8 @@ def _beats_library(lookup: _Lookup, found: Pool, scored: Scored) -> bool:
         return False
     if scored.score < found.library_us * (1 - scored.noise):
         return True
-    lookup.pass_over(
-        scored.candidate,
-        f"{scored.score:.2f} µs is not less than the library's {found.library_us:.2f} µs by more than the noise of "
-        f"{scored.noise:.1%}",
-    )
+    times = f"{format_us(scored.score)} µs is not less than the library's {format_us(found.library_us)} µs"
+    lookup.pass_over(scored.candidate, f"{times} by more than the noise of {scored.noise:.1%}")
     return False
 
 
@@ -587,11 +594,11 @@ def _library_wins(lookup: _Lookup, found: Pool, rows: Sequence[Row], source: Sou
     nearest = found.scored[0]
     known = "no challenger was compared with it"
     if found.library_us is not None:
-        known = f"at {found.library_us:.2f} µs no challenger beats it by more than the noise"
+        known = f"at {format_us(found.library_us)} µs no challenger beats it by more than the noise"
     return Decision(
         candidate=lookup.library,
         source=source,
-        why=f"{text}the library: {known}; the nearest is {nearest.candidate} at {nearest.score:.2f} µs",
+        why=f"{text}the library: {known}; the nearest is {nearest.candidate} at {format_us(nearest.score)} µs",
         latency_us=found.library_us,
         library_us=found.library_us,
         runner_up=nearest.candidate,
@@ -615,11 +622,11 @@ def _preference(scored: Scored, pools: Sequence[Pool]) -> tuple[int, int, str]:
 
 def _margins(winner: Scored, library_us: float | None, runner_up: Scored | None, tied: Sequence[Scored]) -> str:
     """Say by which factor the winner leads, and where it was measured."""
-    parts = [f"{winner.candidate} takes {winner.score:.2f} µs"]
+    parts = [f"{winner.candidate} is expected to take {format_us(winner.score)} µs"]
     if library_us is not None:
-        parts.append(f"{library_us / winner.score:.2f}x as fast as the library ({library_us:.2f} µs)")
+        parts.append(f"{library_us / winner.score:.2f}x as fast as the library ({format_us(library_us)} µs)")
     if runner_up is not None:
-        named = f"the runner-up {runner_up.candidate} ({runner_up.score:.2f} µs)"
+        named = f"the runner-up {runner_up.candidate} ({format_us(runner_up.score)} µs)"
         slower = f"{winner.score / runner_up.score - 1:.1%} slower than {named}"
         if runner_up.score >= winner.score:
             parts.append(f"{runner_up.score / winner.score - 1:+.1%} to {named}")

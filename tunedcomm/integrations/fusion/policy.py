@@ -27,6 +27,7 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.plans import explain
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations.fusion.match import LeftError, Node, static
+from tunedcomm.metrics import format_us
 from tunedcomm.ops.call import paths
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
@@ -203,8 +204,6 @@ class Policy:
         )
         if decision.latency_us is not None and decision.latency_us < payoff.saved_us:
             return payoff._replace(saved_us=payoff.saved_us - decision.latency_us)
-        takes = "an unknown time" if decision.latency_us is None else f"{decision.latency_us:.2f} µs"
-        raise LeftError(
-            f"its bias would have to be summed, too, which takes {takes} where {payoff.saved_us:.2f} µs are saved",
-            payoff.problem,
-        )
+        takes = "an unknown time" if decision.latency_us is None else f"{format_us(decision.latency_us)} µs"
+        saved = f"{format_us(payoff.saved_us)} µs are saved"
+        raise LeftError(f"its bias would have to be summed, too, which takes {takes} where {saved}", payoff.problem)
