@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import ast
+import os
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tunedcomm import errors
 from tunedcomm.cli import explain, main
+from tunedcomm.version import VERSION
 
 VERBS = (
     ("tune",),
@@ -33,6 +38,15 @@ VERBS = (
     ("db", "diff"),
 )
 HELP_BUDGET_S = 2.0
+HELP_LINES = 40  # of 80 columns
+ROOT = Path(__file__).parents[2]
+# What measures, by verb.
+MEASURING = {
+    ("tune",): "tunedcomm.tuner.search.sweep.sweep",
+    ("bench",): "tunedcomm.bench.runner.run_job",
+    ("demo",): "tunedcomm.cli.demo.run_sweep",
+    ("db", "verify"): "tunedcomm.tuner.verify.verify",
+}
 
 
 def exit_code(*arguments: str) -> int:
@@ -43,11 +57,73 @@ def exit_code(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_every_verb_has_help_an_example_and_json(verb: tuple[str, ...]) -> None:
-    shown = CliRunner().invoke(main.app, [*verb, "--help"], prog_name="tunedcomm")
+def test_help_fits_a_screen(verb: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(main.app, [*verb, "--help"], prog_name="tunedcomm", terminal_width=80)
     assert shown.exit_code == 0
-    assert f"Example: tunedcomm {' '.join(verb)}" in " ".join(shown.output.split())
     assert "--json" in shown.output
+    assert len(shown.output.splitlines()) <= HELP_LINES
+
+
+def examples(verb: tuple[str, ...]) -> list[list[str]]:
+    """Arguments of every example in the help of a verb."""
+    told = CliRunner().invoke(main.app, [*verb, "--help"], prog_name="tunedcomm").output.split("\n\n")
+    return [shlex.split(part)[2:] for part in told if part.strip().startswith("Example:")]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_every_example_runs(verb: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On copies of a shipped database; what would measure takes note instead."""
+    if verb == ("report",):
+        pytest.importorskip("plotly", reason="plotly is not installed (extra `report`)")
+    (shipped,) = (ROOT / "tuning_db").glob("*-x4.db")
+    monkeypatch.chdir(tmp_path)
+    for name in ("tuned", "other-node", "before", "after", *(["cluster"] if verb != ("db", "export") else [])):
+        shutil.copy(shipped, f"{name}.db")
+    shutil.copytree(ROOT / "bench" / "results", "bench/results")
+    Path("per-host").mkdir()
+    shutil.copy(shipped, "per-host/one.db")
+    if verb == ("db", "import"):
+        assert exit_code("db", "export", "--db", "before.db", "--format", "jsonl", "from-a-colleague.jsonl") == 0
+    if verb in {("db", "unpin"), ("db", "prune")}:  # of the user database, which a pin makes
+        assert exit_code(*examples(("db", "pin"))[0]) == 0
+    measured: list[object] = []
+    stand_in = MEASURING.get(verb, "tunedcomm.tuner.search.sweep.sweep")
+    monkeypatch.setattr(stand_in, lambda *arguments, **_: sys.exit(measured.append(arguments)))
+    shown = examples(verb)
+    assert shown
+    for arguments in shown:
+        assert tuple(arguments[: len(verb)]) == verb
+        given = [name for part in arguments for name in (map(str, Path().glob(part)) if "*" in part else [part])]
+        assert exit_code(*given) == 0, arguments
+    assert len(measured) == (len(shown) if verb in MEASURING else 0) - ("--from-misses" in shown[-1])
+
+
+def test_version_completion_and_stopping(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("--version") == 0
+    assert VERSION in capfd.readouterr().out
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(explain, "choose", stop)
+    assert exit_code("explain", "--op", "all_reduce", "--shape", "8", "--world-size", "2") == 130
+    words = {"_TUNEDCOMM_COMPLETE": "complete_bash", "COMP_WORDS": "tunedcomm db exp", "COMP_CWORD": "2"}
+    command = [sys.executable, "-m", "tunedcomm.cli.main"]
+    done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["export"]
+
+
+@pytest.mark.parametrize("verb", ["lookup", "doctor"])
+def test_a_closed_pipe_is_no_trouble(verb: str) -> None:
+    """Of a verb that ends at once and of one that takes itself apart."""
+    more = ["--op", "all_reduce", "--shape", "8", "--world-size", "2"] if verb == "lookup" else []
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "tunedcomm.cli.main", verb, *more]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert done.returncode == 141
+    assert "Error" not in done.stderr
 
 
 def test_help_lists_the_verbs() -> None:

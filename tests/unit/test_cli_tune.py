@@ -176,7 +176,7 @@ def test_problem_without_a_baseline_is_exit_code_1(monkeypatch: pytest.MonkeyPat
 
 def test_interrupted_sweep_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = start(Sweep(KeyboardInterrupt()), monkeypatch)
-    assert shown.exit_code == 1
+    assert shown.exit_code == 130
     assert "same command goes on" in shown.stderr
 
 

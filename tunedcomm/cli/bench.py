@@ -53,33 +53,22 @@ def bench(
     *,
     layout: LayoutOption = None,
     scaling: ScalingOption = None,
-    contender: Annotated[
-        list[str] | None, typer.Option(help="Of tuned, library, the variants, cublas and the peers; by default all.")
-    ] = None,
-    peers: Annotated[
-        list[str] | None, typer.Option(help="Adapters for other projects: Python files, or directories of some.")
-    ] = None,
+    contender: Annotated[list[str] | None, typer.Option(help="tuned, library, a variant, cublas, a peer.")] = None,
+    peers: Annotated[list[str] | None, typer.Option(help="Adapters of other projects: files, folders.")] = None,
     link_gb_s: LinkOption = None,
     borrow: BorrowOption = None,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare what dispatch runs with the variant `library` (NCCL, gloo on CPUs) and every other contender, in one run.
+    """Compare what dispatch runs with the library (NCCL, gloo on CPUs) and other contenders, in one run.
 
-    Options with several values may be repeated or take them separated by commas.
+    Inputs are in the cache; only launches of fused GEMMs take turns with copies of theirs. The contender cublas is the
+    GEMM of a fused op alone. A peer that cannot run a problem or is wrong is left out with a note.
 
-    The contender cublas is the GEMM of a fused op alone. Fused GEMMs are timed with inputs that are not in the cache:
-    launches take turns with copies of them. Inputs of all other ops are in the cache, as if just produced.
+    Example: tunedcomm bench --op all_reduce --shape 4096,1048576 --mode both
 
-    The results of --peers are compared with the reference before they are timed. A peer that is not installed, cannot
-    run a problem or is wrong is left out, and stderr says why.
-
-    Example: tunedcomm bench --op all_reduce --shape 4096,1048576 --csv results.csv
-
-    Example: tunedcomm bench --op all_reduce --mode both --peers bench/peers
-
-    Example: tunedcomm bench --op gemm_rs --shape 4096x8192x3584 --layout nk
+    Example: tunedcomm bench --op gemm_rs --shape 4096x8192x3584 --csv rows.csv
     """
     from tunedcomm.bench.csv import missing_columns
 

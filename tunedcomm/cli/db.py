@@ -151,7 +151,7 @@ def db_show(
 ) -> None:
     """Print every stored trial of one problem, fastest first, and its pins; exit code 1 if there is no trial.
 
-    Example: tunedcomm db show --op all_reduce --shape 98304 --world-size 4 --hardware H200
+    Example: tunedcomm db show --op all_reduce --shape 131072 --world-size 4 --hardware H200
     """
     op, problem = options.op, options.problem()
     asked = {problem} if options.mode is not None else {replace(problem, mode="graph"), replace(problem, mode="eager")}

@@ -1,22 +1,23 @@
 """The `tunedcomm` command: its verbs, and how errors become exit codes.
 
-Exit codes: 0 done, 1 a check failed or the work could not be finished, 2 bad usage, input or database.
+Exit codes: 0 done, 1 a check failed or the work could not be finished, 2 bad usage, input or database, 130 stopped by
+Ctrl-C, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
-from typing import Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from tunedcomm import errors
-from tunedcomm.cli.output import note
+from tunedcomm.cli.output import emit, note
+from tunedcomm.version import VERSION
 
 BAD_USAGE = (
     errors.ConfigError,
@@ -38,6 +39,14 @@ class LazyGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*self.verbs, *super().list_commands(ctx)]
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            raise typer.Exit(141) from None
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.verbs:
@@ -67,14 +76,35 @@ class _DatabaseVerbs(LazyGroup):
     }
 
 
-def _group(verbs: type[LazyGroup], help_text: str) -> typer.Typer:
-    group = typer.Typer(cls=verbs, help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, **_STYLE)
-    group.callback()(lambda: None)  # without a verb of its own, only a callback makes a group of it
-    return group
+def _group(verbs: type[LazyGroup], help_text: str, **more: bool) -> typer.Typer:
+    style = {**_STYLE, **more}
+    return typer.Typer(cls=verbs, help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, **style)
 
 
-app = _group(_Verbs, "Tune GPU communication kernels, look up what was chosen and why, and compare it with its peers.")
-app.add_typer(_group(_DatabaseVerbs, "Look into tuning databases, keep them in order and ship them."), name="db")
+app = _group(
+    _Verbs,
+    "Tune GPU communication kernels, look up what was chosen and why, and compare it with its peers.",
+    add_completion=True,
+)
+_databases = _group(_DatabaseVerbs, "Look into tuning databases, keep them in order and ship them.")
+_databases.callback()(lambda: None)  # without a verb of its own, only a callback makes a group of it
+app.add_typer(_databases, name="db")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        emit(f"tunedcomm {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """The options of the command itself."""
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
@@ -84,12 +114,14 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         # Kernels are looked at and not run, so that their interpreter need not be imported where there is no GPU.
         os.environ.setdefault("TRITON_INTERPRET", "0")
     code = code_of(arguments)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the rest goes nowhere, or Python would complain about it at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     if is_quick:
-        # To take apart what was imported takes a tenth of a second.
-        with contextlib.suppress(OSError):  # of a closed pipe or a full disk Python tells as it always does
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        sys.stderr.flush()
+        os._exit(code)  # to take apart what was imported takes a tenth of a second
     sys.exit(code)
 
 

@@ -42,34 +42,25 @@ SweptPlace: TypeAlias = Literal["no", "yes", "both"]
 
 OpOption: TypeAlias = Annotated[str, typer.Option("--op", help="Op, e.g. all_reduce.")]
 OnlyOpOption: TypeAlias = Annotated[str | None, typer.Option("--op", help="Only this op.")]
-LayoutOption: TypeAlias = Annotated[str | None, typer.Option(help="Layout (docs/ops.md); by default the op's first.")]
-ScalingOption: TypeAlias = Annotated[
-    str | None, typer.Option(help="Scaling of fp8 operands, rowwise (the default) or tensorwise (docs/ops.md).")
-]
+LayoutOption: TypeAlias = Annotated[str | None, typer.Option(help="Layout; by default the op's first (docs/ops.md).")]
+ScalingOption: TypeAlias = Annotated[str | None, typer.Option(help="Of fp8: rowwise (the default) or tensorwise.")]
 HardwareOption: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="Stored environment to answer for: part of the GPU's name, or first digits of its digest."),
+    typer.Option(help="Stored hardware to answer for: part of its name, or first digits of its digest."),
 ]
 BorrowOption: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Other hardware whose measurements may serve where there are none: part of the GPU's name, a pattern, or "
-        "first digits of a digest. By default what TUNEDCOMM_BORROW names."
-    ),
+    typer.Option(help="Hardware whose rows may stand in: part of its name, a pattern or digest."),
 ]
-DatabaseOption: TypeAlias = Annotated[
-    str | None, typer.Option(help="Database to read, a path or a SQLAlchemy URL; by default every layer.")
-]
-WrittenOption: TypeAlias = Annotated[
-    str | None, typer.Option(help="Database to write, a path or a SQLAlchemy URL; by default the user database.")
-]
+DatabaseOption: TypeAlias = Annotated[str | None, typer.Option(help="File or URL to read; by default every layer.")]
+WrittenOption: TypeAlias = Annotated[str | None, typer.Option(help="File or URL to write; by default the user's.")]
 GangsOption: TypeAlias = Annotated[
-    str, typer.Option(help="Groups of ranks that measure side by side; auto fills the machine's GPUs.")
+    str, typer.Option(help="Groups side by side; auto fills the GPUs.", show_default=False)
 ]
 LinkOption: TypeAlias = Annotated[
-    float | None, typer.Option(min=1e-3, help="Most that a GPU can send to its peers, in 1e9 bytes/s. Known for H200.")
+    float | None, typer.Option(min=1e-3, help="Link speed of a GPU, 1e9 bytes/s. Known for H200.")
 ]
-BackendOption: TypeAlias = Annotated[Backend | None, typer.Option(help="By default cuda from two GPUs on, else host.")]
+BackendOption: TypeAlias = Annotated[Backend | None, typer.Option(help="By default cuda from 2 GPUs on, else host.")]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -86,9 +77,9 @@ class ProblemOptions:
     shape: Annotated[str, typer.Option(help="Element count of a collective, MxNxK of a fused GEMM.")]
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")]
     dtype: Annotated[str | None, typer.Option(help="Dtype of the payload; by default bfloat16.")] = None
-    mode: Annotated[Mode | None, typer.Option(help="In CUDA graphs or not; by default graph, eager on CPUs.")] = None
+    mode: Annotated[Mode | None, typer.Option(help="By default graph, eager on CPUs.")] = None
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None
-    input_kind: Annotated[InputKind, typer.Option(help="Whether peers can address the input.")] = "plain"
+    input_kind: Annotated[InputKind, typer.Option(help="Can peers address the input?")] = "plain"
     in_place: Annotated[bool, typer.Option("--in-place", help="The result overwrites the input.")] = False
     layout: LayoutOption = None
     scaling: ScalingOption = None
@@ -137,20 +128,18 @@ class CallOptions(ProblemOptions):
 class SweepOptions:
     """The options that name the problems of a sweep, as typed: of `tune` and of `bench`."""
 
-    op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce. May be left out with --from-misses.")] = None
-    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's, 1 KiB to 256 MiB.")] = None
-    model: Annotated[list[str] | None, typer.Option(help="Models whose shapes to take, instead of --shape.")] = None
-    tp: Annotated[int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size.")] = None
+    op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce.")] = None
+    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default 1 KiB to 256 MiB.")] = None
+    model: Annotated[list[str] | None, typer.Option(help="Models whose shapes to take.")] = None
+    tp: Annotated[int | None, typer.Option(min=2, help="Tensor parallelism of --model.")] = None
     tokens: Annotated[
         list[str] | None,
-        typer.Option(help=f"Tokens per step of --model; by default powers of two to {DEFAULT_TOKENS[-1]}."),
+        typer.Option(help=f"Tokens of --model; by default 1, 2, 4 to {DEFAULT_TOKENS[-1]}."),
     ] = None
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None
+    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes; by default the models', else bfloat16.")] = None
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None
-    mode: Annotated[
-        SweptMode | None, typer.Option(help="Inside CUDA graphs, outside, or both; by default graph, eager on CPUs.")
-    ] = None
-    input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = "plain"
+    mode: Annotated[SweptMode | None, typer.Option(help="By default graph, eager on CPUs.")] = None
+    input_kind: Annotated[SweptKind, typer.Option(metavar="KIND", help="plain, symmetric or both.")] = "plain"
 
     def models(self) -> list[Model]:
         """The models of `--model`."""

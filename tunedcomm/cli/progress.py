@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import typer
-
 from tunedcomm.cli.output import attributes, counted, format_ratio, jsonable, note
 from tunedcomm.errors import printable
 from tunedcomm.metrics import format_us
@@ -162,7 +160,7 @@ def live_view(progress: Progress) -> RenderableType:
 
 @contextmanager
 def shown(stopped: str, *, as_json: bool = False) -> Iterator[Callable[[Progress], None]]:
-    """A progress callback for `sweep`, for as long as it runs; Ctrl-C ends it with exit code 1."""
+    """A progress callback for `sweep`, for as long as it runs."""
     try:
         if as_json or not sys.stderr.isatty():
             lines: JsonLines | PlainLines = JsonLines() if as_json else PlainLines()
@@ -177,4 +175,4 @@ def shown(stopped: str, *, as_json: bool = False) -> Iterator[Callable[[Progress
             yield lambda progress: live.update(live_view(progress), refresh=True)
     except KeyboardInterrupt:
         say(f"stopped{stopped}", as_json=as_json)
-        raise typer.Exit(1) from None
+        raise

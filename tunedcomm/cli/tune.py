@@ -98,15 +98,15 @@ def tune(
     options: SweepOptions,
     *,
     context: typer.Context,
-    models: Annotated[bool, typer.Option("--list-models", help="Print what --model may name, and end.")] = False,
-    from_misses: Annotated[bool, typer.Option("--from-misses", help="Tune the untuned problems called here.")] = False,
+    models: Annotated[bool, typer.Option("--list-models", help="Print the models and end.")] = False,
+    from_misses: Annotated[bool, typer.Option("--from-misses", help="What programs called untuned.")] = False,
     backend: BackendOption = None,
-    reduction: Annotated[list[str] | None, typer.Option(help="Reductions. By default the op's first.")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="Layouts (docs/ops.md). By default the op's first.")] = None,
-    scaling: Annotated[list[str] | None, typer.Option(help="Scalings (docs/ops.md). Fp8: by default rowwise.")] = None,
-    in_place: Annotated[SweptPlace, typer.Option(help="Whether the result overwrites the input.")] = "no",
+    reduction: Annotated[list[str] | None, typer.Option(help="By default the op's first.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="By default the op's first (docs/ops.md).")] = None,
+    scaling: Annotated[list[str] | None, typer.Option(help="Of fp8; by default rowwise (docs/ops.md).")] = None,
+    in_place: Annotated[SweptPlace, typer.Option(help="Results overwrite inputs.")] = "no",
     variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides `library`.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Time for the whole sweep, e.g. 90s, 10m, 1h30m.")] = None,
+    budget: Annotated[str | None, typer.Option(help="For the whole sweep, e.g. 90s, 10m, 1h30m.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Most candidates per problem.")] = None,
     gangs: GangsOption = "auto",
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the search and of the inputs.")] = 0,
@@ -114,23 +114,13 @@ def tune(
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed in an earlier sweep.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the fastest kernel for every problem of a sweep and store it.
+    """Find the fastest kernel for every problem of a sweep and store it; the same command resumes.
 
-    Options with several values may be repeated or take them separated by commas. Every trial is stored when it ends, so
-    the command can be stopped at any time, and the same command resumes. Exit code 1 if a problem ended without a
-    candidate that runs, or if a variant named by --variants failed wherever it was tried.
+    Lists are separated by commas, or the option is repeated.
 
-    With --json, stdout holds one object, the summary, and stderr one object a line: {"event": "note", "text": ...},
-    {"event": "progress", ...} about once a second, and finally {"event": "end", ...}. The latter two have elapsed_s,
-    seconds_left (null while unknown), problems, problems_done, trials, trials_planned, trials_per_minute, failures by
-    status, num_gangs started, num_compiled and bind_share (trials that had to wait for the compiler, and the share of
-    the gangs' time in binding after 30 s), and gangs: slot, step, problem, candidate, final, best_us, library_us.
+    Example: tunedcomm tune --op all_reduce --dtype bfloat16,float16
 
-    Example: tunedcomm tune --op all_reduce --dtype bfloat16,float16 --mode both --budget 10m
-
-    Example: tunedcomm tune --op all_reduce --world-size 2 --gangs auto --json
-
-    Example: tunedcomm tune --op all_reduce --model llama3-70b,qwen3-32b --tp 4 --tokens 1,8,64,4096
+    Example: tunedcomm tune --op gemm_rs --model llama3-70b --tp 4 --tokens 1,64
 
     Example: tunedcomm tune --from-misses --budget 30m
     """
