@@ -298,8 +298,8 @@ def test_memory_that_is_given_is_guarded_behind() -> None:
         (10, 1e4, False, 0),
         (150, 100.0, False, 0),
         (150, 100.0, True, 882),
-        (10, 3e3, True, 126),
-        (10, 8e3, True, 62),
+        (10, 1.9e3, True, 126),
+        (10, 4e3, True, 62),
     ],
 )
 def test_launches_until_a_late_check_cost_little(done: int, latency_us: float, final: bool, more: int) -> None:
