@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from tunedcomm.ops.collectives import all_to_all as all_to_all
     from tunedcomm.ops.collectives import all_to_all_v as all_to_all_v
     from tunedcomm.ops.collectives import reduce_scatter as reduce_scatter
+    from tunedcomm.ops.experts import Sent as Sent
+    from tunedcomm.ops.experts import ep_combine as ep_combine
+    from tunedcomm.ops.experts import ep_dispatch as ep_dispatch
     from tunedcomm.ops.gemm import ag_gemm as ag_gemm
     from tunedcomm.ops.gemm import gemm_ar as gemm_ar
     from tunedcomm.ops.gemm import gemm_rs as gemm_rs
@@ -54,6 +57,7 @@ _HOMES = {
     "integrations.serving": "ServingAllReduce",
     "ops.collectives": "all_gather all_reduce all_reduce_ all_reduce_bias all_reduce_rms_norm all_to_all all_to_all_v "
     "reduce_scatter",
+    "ops.experts": "Sent ep_combine ep_dispatch",
     "ops.gemm": "ag_gemm gemm_ar gemm_rs",
     "ops.symmetric": "GatherProgress all_gather_with_progress register_symmetric symmetric_empty",
     "spec": "Problem",

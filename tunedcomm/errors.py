@@ -80,6 +80,13 @@ class NanInputError(TunedCommError, ValueError):
     """
 
 
+class CapacityError(TunedCommError, RuntimeError):
+    """`ep_dispatch` had less room than an expert was sent tokens.
+
+    The message names the expert. Pass a larger `capacity`, or let the router drop tokens; the group can be used on.
+    """
+
+
 class WrongResultError(TunedCommError, RuntimeError):
     """A kernel's result differs from the library's, and `TUNEDCOMM_CHECK` is on.
 

@@ -5,7 +5,7 @@ Source: NVIDIA nccl-tests, doc/PERFORMANCE.md (definitions of algbw and busbw).
 
 from __future__ import annotations
 
-_BY_RANK = frozenset({"all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"})
+_BY_RANK = frozenset({"all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "ep_combine", "ep_dispatch"})
 
 
 def busbw_factor(op: str, world_size: int) -> float:

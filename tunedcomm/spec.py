@@ -231,6 +231,7 @@ class OpSpec:
         layouts, scalings: what a `Problem` may have there; what is swept by default comes first.
         cold: launches are timed with inputs that come from memory, not from the cache, as weights do.
         check: raises ValueError for a problem whose shape the ranks cannot share.
+        cleared: `(problem, inputs, outputs)` to the same with zeros where the op specifies nothing; one may be empty.
     """
 
     name: str
@@ -252,6 +253,9 @@ class OpSpec:
     scalings: tuple[str, ...] = ("",)
     cold: bool = False
     check: Callable[[Problem], object] = field(default=lambda problem: None)
+    cleared: Callable[[Problem, tuple[Any, ...], tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]] = field(
+        default=lambda problem, inputs, outputs: (inputs, outputs)
+    )
 
     def scalings_of(self, dtype: str) -> tuple[str, ...]:
         """Values of `Problem.scaling` for payloads of `dtype`, the usual one first: fp8 operands have scales."""

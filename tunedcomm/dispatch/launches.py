@@ -173,7 +173,9 @@ def fault_of(
         outputs, expected: the kernel's and the library's.
         size: norm of the first input, for reductions whose terms cancel; 0 for other ops.
     """
-    tolerance = get_op(problem.op).tolerance.get(problem.scaling or problem.dtype, 0.0)
+    spec = get_op(problem.op)
+    tolerance = spec.tolerance.get(problem.scaling or problem.dtype, 0.0)
+    outputs, expected = (spec.cleared(problem, (), tensors)[1] for tensors in (outputs, expected))
     for number, (output, due) in enumerate(zip(outputs, expected, strict=True)):
         if tolerance and output.is_floating_point():
             wide = torch.float32 if output.element_size() <= _SIXTEEN_BITS else torch.float64
@@ -270,11 +272,14 @@ class NanWatch:
 
     def guard(self, problem: Problem, launch: Launch) -> Launch:
         """`launch` after a look at its inputs; those that hold no floating-point numbers are let through."""
-        row = self._ops.index(problem.op)
+        row, spec = self._ops.index(problem.op), get_op(problem.op)
+
+        def cleared(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return spec.cleared(problem, inputs, ())[0]
 
         def look_and_launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             self.check()
-            found = sum(_count(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor))
+            found = sum(_count(tensor) for tensor in cleared(inputs) if isinstance(tensor, torch.Tensor))
             if found:
                 raise NanInputError(
                     f"{problem.op}: {found} NaN in the input of rank {self._rank}. This rank did not make the call, so "
@@ -285,7 +290,7 @@ class NanWatch:
 
         def count_and_launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             self.check()
-            for tensor in inputs:
+            for tensor in cleared(inputs):
                 if isinstance(tensor, torch.Tensor):  # fused ops have numbers among their inputs
                     self._capture(tensor, row, stream)
             launch(inputs, outputs, stream)

@@ -11,7 +11,7 @@ import torch
 from tunedcomm.kernels.all_reduce_rms_norm.op import given_of
 from tunedcomm.kernels.all_to_all.op import row_numel
 from tunedcomm.kernels.gemm.op import operands_of, wanted_of
-from tunedcomm.ops import collectives, gemm
+from tunedcomm.ops import collectives, experts, gemm
 from tunedcomm.ops import torch_ops as torch_ops
 from tunedcomm.ops.call import world
 from tunedcomm.spec import Problem
@@ -42,6 +42,10 @@ def run_problem(problem: Problem, inputs: tuple[torch.Tensor, ...], outputs: tup
                 x, given.weight, bias=given.bias, residual=given.residual, out=out, residual_out=outputs[1],
                 out_dtype=torch.float8_e4m3fn if problem.scaling else None, scale=given.scale,
             )  # fmt: skip
+        case "ep_dispatch":
+            experts.run_dispatch(problem, inputs, outputs)
+        case "ep_combine":
+            experts.run_combine(problem, inputs, out)
         case _:
             _run_gemm(problem, inputs, outputs)
 

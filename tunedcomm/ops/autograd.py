@@ -15,6 +15,8 @@ For the fused GEMMs, with G the gathered rows of all ranks, ' for a gradient and
 `ag_gemm` keeps this rank's rows only and gathers once more for b'; `ag_gemm_gathered` and `ag_gemm_list` keep the G
 that they return, and their a' is a reduce_scatter of the sum of all gradients with respect to G. Gradients are rounded
 to the operands' dtype where the result has another.
+
+The gradient of an `ep_dispatch` is an `ep_combine` with weights of 1, that of an `ep_combine` an `ep_dispatch`.
 """
 
 from __future__ import annotations
@@ -182,6 +184,52 @@ def _gemm_ar(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_a, grad_b, _sum_rows(grad) if wants_bias else None
 
 
+def _keep_sent(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[1], output[4])
+
+
+def _ep_dispatch(ctx: Any, grad: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+    ids, rows = ctx.saved_tensors
+    group_size, group, max_sms = ctx.settings
+    ones = torch.ones_like(ids, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return (_ops.ep_combine(grad, ones, ids, rows, ctx.options[0], group_size, group, "default", max_sms),)
+
+
+def _keep_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _ep_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient is dispatched; an expert's row gets it times its weight, and the weight its product with the row.
+
+    It is dispatched closely packed, for neither layout nor capacity of the forward dispatch are known here; its rows
+    are then taken in the order of those that `rows` names.
+    """
+    results, weights, ids, rows = ctx.saved_tensors
+    wants_results, wants_weights, *_ = ctx.needs_input_grad
+    group_size, group, _, max_sms = ctx.settings
+    rest = (group_size, group, max_sms)
+    sent = _ops.ep_dispatch(grad, ids, ctx.options[0], rows.numel(), "contiguous", "", 1, True, *rest)
+    flat = results.reshape(-1, results.shape[-1])
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    target = torch.where(rows < 0, len(flat), rows).long()  # one row more than there are takes what is not here
+
+    def by_row(values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(len(flat) + 1).index_put((target,), values)[: len(flat)]
+
+    come = sent[0][by_row(sent[4].long().clamp(min=0))].to(wide)
+    grad_results = grad_weights = None
+    if wants_results:
+        every_weight = _ops.all_gather(weights.to(wide), 0, *rest).view(rows.shape)
+        grad_results = (come * by_row(every_weight).unsqueeze(-1)).to(flat.dtype).view(results.shape)
+    if wants_weights:
+        used = by_row(torch.ones_like(rows, dtype=wide)) > 0
+        dots = torch.where(used, (come * flat.to(wide)).sum(-1), 0.0)
+        dots = torch.nn.functional.pad(dots, (0, 1))[target].view(-1, rows.shape[2])
+        grad_weights = _ops.reduce_scatter(dots, "sum", 0, group_size, group, "default", max_sms).to(weights.dtype)
+    return grad_results, grad_weights
+
+
 # Operator to its gradient.
 FORMULAS: dict[str, Formula] = {
     "all_reduce": (_keep_nothing, _all_reduce),
@@ -195,4 +243,6 @@ FORMULAS: dict[str, Formula] = {
     "ag_gemm_list": (_keep_gathered, _ag_gemm_gathered),
     "gemm_rs": (_keep_operands, _gemm_rs),
     "gemm_ar": (_keep_operands, _gemm_ar),
+    "ep_dispatch": (_keep_sent, _ep_dispatch),
+    "ep_combine": (_keep_results, _ep_combine),
 }

@@ -28,7 +28,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tunedcomm.errors import GroupError, UnsupportedInputError
-from tunedcomm.ops import collectives, gemm  # noqa: F401 - fills the table of paths
+from tunedcomm.ops import collectives, experts, gemm  # noqa: F401 - fills the table of paths
 from tunedcomm.ops.autograd import FORMULAS
 from tunedcomm.ops.call import CallPath, Results, detached, paths
 from tunedcomm.ops.checks import check_differentiable, check_fits

@@ -54,6 +54,8 @@ _SEARCH_US, _FINAL_US = 20_000.0, 250_000.0
 # A process that takes less memory than this in a trial does not leak.
 LEAK_BYTES = 8 << 20
 
+_PRODUCT_EXTENTS = 3  # shapes with more extents count experts, too: they say nothing of bytes
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -102,7 +104,8 @@ def worst(found: Iterable[Judgement]) -> Judgement:
 
 def plan_cases(problem: Problem, *, full: bool) -> list[tuple[str, int]]:
     """(kind, number) of the cases to launch at the very shape before it is timed, in order."""
-    return [("random", 0), ("integers", 0)] if full and problem.nbytes <= LARGE_BYTES else [("random", 0)]
+    is_small = problem.nbytes <= LARGE_BYTES or len(problem.shape) > _PRODUCT_EXTENTS
+    return [("random", 0), ("integers", 0)] if full and is_small else [("random", 0)]
 
 
 def odd_problems(op: OpSpec, problem: Problem) -> list[Problem]:
@@ -218,6 +221,7 @@ def rank_delay(seed: int, rank: int, step: int, device: torch.device) -> None:
 
 def judge(op: OpSpec, problem: Problem, case: Case, outputs: Tensors, *, ordered: bool) -> Judgement:
     """Compare what came out with what must have."""
+    outputs = op.cleared(problem, (), outputs)[1]
     if len(outputs) != len(case.expected):
         return Judgement(float("inf"), f"gave {len(outputs)} outputs where {len(case.expected)} are due")
     as_ordered = case.bits is not None and all(map(_same_bits, outputs, case.bits))

@@ -1,0 +1,173 @@
+"""ep_dispatch and ep_combine on the host backend: bits of the reference for every variant, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from quick import FULL
+from variant_checks import bits_of, inputs_of_all, launch_variant, limits_of
+
+import tunedcomm
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.spec import Problem, get_op, get_variant, variants
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def asked(op: str, shape: tuple[int, int, int, int], world_size: int, **extras: Any) -> Problem:
+    layout = "padded" if op == "ep_dispatch" else ""
+    given = {"dtype": "bfloat16", "layout": layout, **extras}
+    return Problem(op, shape, world_size=world_size, reduction="", mode="eager", **given)
+
+
+def check(communicator: Communicator, problem: Problem, variant: str, seed: int, kind: str) -> None:
+    """Every variant, the library too, gives the bits of the reference; inputs are left as they were."""
+    spec, everyone = get_op(problem.op), inputs_of_all(problem, seed, kind)
+    mine = tuple(tensor.clone() for tensor in everyone[communicator.rank])
+    outputs = spec.cleared(problem, (), launch_variant(communicator, problem, variant, mine))[1]
+    assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(mine, everyone[communicator.rank], strict=True))
+    assert spec.ordered_reference is not None
+    expected = spec.ordered_reference(problem, everyone, communicator.rank)
+    for number, (got, due) in enumerate(zip(outputs, expected, strict=True)):
+        assert torch.equal(bits_of(got), bits_of(due)), (str(problem), variant, kind, number)
+
+
+SHAPES = [(1, 64, 1, 12), (7, 128, 2, 12), (64, 64, 8, 12), (7, 128, 8, 60), (64, 128, 2, 24)]
+LARGE = [(1000, 128, 8, 60), (1000, 64, 2, 24)]
+
+
+def bits_body(rank: int, world_size: int, shapes: list[tuple[int, int, int, int]]) -> int:
+    communicator, count = get_communicator(), 0
+    for seed, shape in enumerate(shapes):
+        for layout, kind in itertools.product(("padded", "contiguous"), ("random", "integers")):
+            scaling = ("", "token", "group128" if shape[1] % 128 == 0 else "token")[(seed + count) % 3]
+            dtype = ("bfloat16", "float32", "float16")[count % 3]
+            dispatch = asked("ep_dispatch", shape, world_size, layout=layout, scaling=scaling, dtype=dtype)
+            for problem in (dispatch, asked("ep_combine", shape, world_size, dtype=dtype)):
+                for name, variant in variants(problem.op).items():
+                    config = variant.default(problem, limits_of(communicator))
+                    if variant.infeasible(problem, config, limits_of(communicator)) is None:
+                        check(communicator, problem, name, seed, kind)
+                        count += 1
+    return count
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bits(world_size: int) -> None:
+    shapes = SHAPES + (LARGE if FULL else [])
+    counts = run_ranks(world_size, bits_body, shapes, timeout=280)
+    assert min(counts) >= 8 * len(shapes)
+
+
+def dense(everyone: list[Tensors], weights: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """Expert e adds e + 1 and multiplies by two: what ep_combine of that must give."""
+    x, ids = everyone[rank]
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for k in range(ids.shape[1]):
+        results = ((x + (ids[:, k, None] + 1)) * 2).to(x.dtype)
+        more = total + weights[rank][:, k, None] * results.float()
+        total = torch.where(ids[:, k, None] >= 0, more, total)
+    return total.to(x.dtype)
+
+
+def through_experts(sent: tunedcomm.Sent, rank: int) -> torch.Tensor:
+    """The results of those experts, computed row by row."""
+    flat = sent.tokens.reshape(-1, sent.tokens.shape[-1])
+    out = torch.full_like(flat, float("nan"))
+    local = len(sent.counts)
+    for e, (begin, count) in enumerate(zip(sent.offsets.tolist(), sent.counts.tolist(), strict=False)):
+        rows = slice(begin, begin + count)
+        out[rows] = ((flat[rows] + (rank * local + e + 1)) * 2).to(flat.dtype)
+    return out.view(sent.tokens.shape)
+
+
+def public_body(rank: int, world_size: int) -> None:
+    """Round trips through experts: all tokens to one, none at all, no tokens, dropped ones, strides, one rank."""
+    experts = 4 * world_size
+    generator = torch.Generator().manual_seed(1)
+    for tokens, topk, case in itertools.product((0, 5), (1, 2), ("mixed", "one", "none")):
+        everyone, weights = [], []
+        for _ in range(world_size):
+            x = torch.randint(-8, 8, (tokens, 32), generator=generator).float()
+            ids = torch.randint(-1, experts, (tokens, topk), generator=generator)
+            ids = {"mixed": ids, "one": torch.full_like(ids, experts - 1), "none": torch.full_like(ids, -1)}[case]
+            everyone.append((x, ids))
+            weights.append(torch.rand(tokens, topk, generator=generator))
+        x, ids = everyone[rank]
+        for layout in ("padded", "contiguous"):
+            sent = tunedcomm.ep_dispatch(
+                x.t().contiguous().t(), ids.int() if topk == 1 else ids, num_experts=experts, layout=layout,
+                capacity=2 * world_size * max(tokens, 1) * topk + (4 * 128 if layout == "contiguous" else 0),
+            )  # fmt: skip
+            sent.check()
+            assert layout == "padded" or all(offset % 128 == 0 for offset in sent.offsets.tolist())
+            y = tunedcomm.ep_combine(through_experts(sent, rank), sent, weights[rank])
+            assert torch.equal(y, dense(everyone, weights, rank)), (tokens, topk, case, layout)
+            out = torch.empty(2, *y.shape)[1]
+            assert tunedcomm.ep_combine(through_experts(sent, rank), sent, weights[rank].double(), out=out) is out
+            assert torch.equal(out, y)
+    few = torch.zeros(3, 1).int()
+    quantised = tunedcomm.ep_dispatch(torch.ones(3, 128), few, num_experts=experts, quantize="token")
+    assert quantised.scales is not None
+    assert quantised.tokens.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_public_calls(world_size: int) -> None:
+    run_ranks(world_size, public_body, timeout=120)
+
+
+def overflow_body(rank: int, world_size: int) -> None:
+    """One token more than fits: every rank raises, for every variant, and the group goes on."""
+    x, ids = torch.ones(6, 64), torch.zeros(6, 1).long()
+    rows = 6 * world_size
+    for layout, variant in itertools.product(("padded", "contiguous"), variants("ep_dispatch")):
+        problem = asked("ep_dispatch", (6, 64, 1, 2 * world_size), world_size, layout=layout, dtype="float32")
+        if get_variant("ep_dispatch", variant).infeasible(
+            problem, get_variant("ep_dispatch", variant).default(problem, limits_of(get_communicator())),
+            limits_of(get_communicator()),
+        ):  # fmt: skip
+            continue
+        with tunedcomm.force("ep_dispatch", variant):
+            with pytest.raises(tunedcomm.CapacityError, match=f"expert 0 .*{rows} tokens.*{rows - 1} rows"):
+                tunedcomm.ep_dispatch(x, ids, num_experts=2 * world_size, capacity=rows - 1, layout=layout)
+            with pytest.raises(tunedcomm.UnsupportedInputError, match="do not exist"):
+                tunedcomm.ep_dispatch(x, ids + 2 * world_size * (rank == 1), num_experts=2 * world_size, layout=layout)
+            sent = tunedcomm.ep_dispatch(x, ids, num_experts=2 * world_size, capacity=rows, layout=layout)
+            assert sent.counts.tolist() == ([rows, 0] if rank == 0 else [0, 0]), variant
+
+
+def test_overflow() -> None:
+    run_ranks(2, overflow_body, timeout=120)
+
+
+def refused_body(rank: int, world_size: int) -> None:
+    x, ids = torch.ones(4, 64), torch.tensor([[0, 3]] * 4)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("multiple", {"num_experts": 5}), ("num_experts", {"num_experts": -4}), ("capacity", {"capacity": -1}),
+        ("layout", {"layout": "rows"}), ("quantize", {"quantize": "int8"}), ("alignment", {"alignment": 0}),
+        ("128", {"quantize": "group128"}), ("shape", {"topk_ids": ids[:3]}), ("int64", {"topk_ids": ids.float()}),
+        ("complex", {"x": x.to(torch.complex64)}), ("shape", {"x": x[0]}), ("Tensor", {"x": [1.0]}),
+    ]  # fmt: skip
+    for match, change in wrong:
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=match):
+            tunedcomm.ep_dispatch(**{"x": x, "topk_ids": ids, "num_experts": 4, **change})
+    sent = tunedcomm.ep_dispatch(x, ids, num_experts=4)
+    weights = torch.ones(4, 2)
+    for match, change in [
+        ("topk_weights", {"topk_weights": weights[:, :1]}), ("topk_weights", {"topk_weights": weights.long()}),
+        ("rows", {"sent": replace(sent, rows=sent.rows[:1])}), ("sent", {"sent": x}), ("rows", {"expert_out": x[0]}),
+        ("complex", {"expert_out": sent.tokens.to(torch.complex64)}),
+    ]:  # fmt: skip
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=match):
+            tunedcomm.ep_combine(**{"expert_out": sent.tokens, "sent": sent, "topk_weights": weights, **change})
+    assert torch.equal(tunedcomm.ep_combine(sent.tokens, sent, weights), 2 * x), "the refusals left the group as it was"
+
+
+def test_bad_input() -> None:
+    run_ranks(2, refused_body, timeout=60)

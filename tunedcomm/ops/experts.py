@@ -1,0 +1,325 @@
+"""`ep_dispatch` and `ep_combine`: tokens to the ranks of their experts, and the experts' results back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.dispatch.dispatcher import check_limit
+from tunedcomm.dispatch.plans import Plan
+from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.kernels.moe.op import (
+    ALIGNMENT,
+    GROUP,
+    LAYOUTS,
+    Overflow,
+    bound_of,
+    default_capacity,
+    dispatched,
+    offsets_of,
+    overflow_code,
+    token_shapes,
+    weighted_sum,
+)
+from tunedcomm.ops.call import Asked, CallPath, Form, Results, Tensors, problem_of, world
+from tunedcomm.ops.checks import FLOATS, check_dtype
+from tunedcomm.spec import NumericsPolicy, Problem
+
+Layout: TypeAlias = Literal["padded", "contiguous"]
+Quantisation: TypeAlias = Literal["token", "group128"]
+_IDS = (torch.int32, torch.int64)
+_QUANTISED = ("", "token", "group128")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """What `ep_dispatch` returns: this rank's experts' tokens, and what `ep_combine` needs.
+
+    Attributes:
+        tokens: [E_local, capacity, H] if `padded`, [capacity, H] if `contiguous`; e4m3 if quantised. Rows behind an
+            expert's count hold nothing.
+        scales: fp32 factors of the tokens: one a token or one for 128 elements, in the shape of tokens; None if not
+            quantised.
+        counts: [E_local] int32, tokens of each expert.
+        offsets: [E_local + 1] int32: the first row of each expert of tokens as a matrix [rows, H], and the row behind
+            the last expert.
+        rows: [world_size, T, K] int32: row of every rank's token t for its k-th expert; below 0 if it is not here.
+        topk_ids: as they were passed, [T, K].
+        num_experts: of all ranks.
+        group: as it was passed.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    topk_ids: torch.Tensor
+    num_experts: int
+    group: dist.ProcessGroup | None = None
+
+    def check(self) -> None:
+        """Wait for the device and raise if tokens had no room.
+
+        Raises:
+            CapacityError: names the expert and its count.
+            UnsupportedInputError: `topk_ids` named an expert that does not exist.
+        """
+        if self.tokens.is_cuda:
+            torch.cuda.current_stream(self.tokens.device).synchronize()
+        communicator = _dispatch.communicator(self.tokens, world._default_pg if self.group is None else self.group)
+        Overflow.of(communicator.group, communicator.device).check()
+
+
+class _Dispatch(Form):
+    op = "ep_dispatch"
+    inputs = ("x", "topk_ids")
+    outputs = ("tokens", "scales", "counts", "offsets", "rows")
+    options = ("int num_experts", "int? capacity", "str layout", "str quantize", "int alignment", "bool zeros")
+    reduces = False
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        x, ids = inputs
+        num_experts, capacity, layout, quantize, alignment, _ = options
+        check_dtype(self.op, x, FLOATS)
+        if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
+            raise UnsupportedInputError(
+                f"{self.op} takes x of shape [tokens, hidden] and topk_ids of shape [tokens, top-k], not "
+                f"{tuple(x.shape)} and {tuple(ids.shape)}"
+            )
+        _check_ids(self.op, ids)
+        check_limit("num_experts", num_experts, "experts")
+        check_limit("capacity", capacity, "rows")
+        check_limit("alignment", alignment, "rows")
+        if not num_experts or num_experts % world_size:
+            raise UnsupportedInputError(
+                f"num_experts={num_experts} cannot be shared equally by {world_size} ranks; pass a multiple of it"
+            )
+        if not alignment:
+            raise UnsupportedInputError("alignment=0: pass 1 or more rows")
+        if layout not in LAYOUTS:
+            raise UnsupportedInputError(f"layout={layout!r} is none; allowed: {', '.join(LAYOUTS)}")
+        if quantize not in _QUANTISED:
+            raise UnsupportedInputError(f"quantize={quantize!r} is none; allowed: None, 'token', 'group128'")
+        if quantize == "group128" and x.shape[1] % GROUP:
+            raise UnsupportedInputError(f"quantize='group128' needs a multiple of {GROUP} elements, not {x.shape[1]}")
+        if quantize and x.dtype == torch.float64:
+            raise UnsupportedInputError(f"{self.op} quantises bfloat16, float16 and float32, not float64")
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        x, ids = inputs
+        shape = (*x.shape, ids.shape[1], options[0])
+        return problem_of(
+            self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=options[2], scaling=options[3],
+            mode="eager",
+        )  # fmt: skip
+
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
+        problem = self.problem(inputs, options, world_size)
+        return token_shapes(problem, self.capacity(problem, options))
+
+    @staticmethod
+    def capacity(problem: Problem, options: Any) -> int:
+        """Rows of an expert, or of all of them."""
+        return default_capacity(problem, options[4]) if options[1] is None else int(options[1])
+
+    def refusal(self, inputs: Tensors, options: Any) -> str:
+        return f"{self.op} with quantize={options[3]!r}" if options[3] else ""
+
+    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+        """No rank has a token."""
+        if inputs[0].numel() and inputs[1].numel():
+            return False
+        _, _, counts, offsets, rows = results
+        problem = self.problem(inputs, options, len(rows))
+        counts.zero_()
+        rows.fill_(-1)
+        offsets.copy_(offsets_of(counts, problem, self.capacity(problem, options), options[4]))
+        return True
+
+    def alone(self, inputs: Tensors, options: Any) -> Tensors:
+        x, ids = inputs
+        problem = self.problem(inputs, options, 1)
+        return dispatched([x], ids[None], 0, problem, self.capacity(problem, options), options[4])
+
+    def scalars(self, inputs: Tensors, options: Any) -> Tensors:
+        return (options[4],)
+
+
+class _DispatchPath(CallPath[Any]):
+    """Calls that are recorded for a gradient leave zeros, and not just anything, behind an expert's tokens."""
+
+    def run(self, communicator: Any, inputs: Tensors, targets: Tensors, asked: Asked) -> Plan | None:
+        zeros = asked.options[-1]
+        if zeros:
+            targets[0].zero_()
+        if communicator.world_size == 1 and inputs[0].numel():
+            problem = self.form.problem(inputs, asked.options, 1)
+            bound, alignment = _Dispatch.capacity(problem, asked.options), asked.options[4]
+            code = overflow_code(inputs[1][None], problem, bound, alignment)
+            Overflow.of(communicator.group, communicator.device).note(code, bound)
+        plan = super().run(communicator, inputs, targets, asked)
+        return None if zeros else plan
+
+
+class _Combine(Form):
+    op = "ep_combine"
+    inputs = ("expert_out", "topk_weights", "topk_ids", "rows")
+    options = ("int num_experts",)
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        results, weights, ids, rows = inputs
+        check_dtype(self.op, results, FLOATS)
+        _check_ids(self.op, ids)
+        if results.dim() < 2:
+            raise UnsupportedInputError(
+                f"{self.op} takes the experts' results as rows, in the shape of sent.tokens, not {tuple(results.shape)}"
+            )
+        if not weights.is_floating_point() or weights.shape != ids.shape:
+            raise UnsupportedInputError(
+                f"topk_weights of {self.op} have shape {tuple(weights.shape)} and {weights.dtype}; they must be "
+                f"floating-point numbers in the shape of topk_ids, {tuple(ids.shape)}"
+            )
+        if rows.dtype != torch.int32 or tuple(rows.shape) != (world_size, *ids.shape):
+            raise UnsupportedInputError(
+                f"rows of {self.op} have shape {tuple(rows.shape)} and {rows.dtype}; pass those of an ep_dispatch of "
+                "the same tokens on this group"
+            )
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        results, _, ids, _ = inputs
+        shape = (ids.shape[0], results.shape[-1], ids.shape[1], options[0])
+        return problem_of(self.op, shape, FLOATS[results.dtype], world_size, reduction="", mode="eager")
+
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
+        return [((inputs[2].shape[0], inputs[0].shape[-1]), inputs[0].dtype)]
+
+    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+        if inputs[2].numel() and inputs[0].shape[-1]:
+            return False
+        results[0].zero_()
+        return True
+
+    def key(self, tensors: Tensors) -> Any:
+        return tuple(tensors[0].shape), tuple(tensors[2].shape)
+
+    def operands(self, inputs: Tensors, options: Any) -> Tensors:
+        results, weights, ids, rows = inputs
+        wide = torch.promote_types(results.dtype, torch.float32)
+        return results.reshape(-1, results.shape[-1]), weights.to(wide), ids, rows
+
+    def alone(self, inputs: Tensors, options: Any) -> Tensors:
+        results, weights, ids, rows = inputs
+        results = results.reshape(-1, results.shape[-1])
+        parts = [results[rows[0, :, k].long().clamp(min=0)] for k in range(ids.shape[1])]
+        return (weighted_sum(parts, weights, rows[0] >= 0),)
+
+
+def _check_ids(op: str, ids: torch.Tensor) -> None:
+    if ids.dtype not in _IDS:
+        raise UnsupportedInputError(f"topk_ids of {op} are {ids.dtype}; pass int32 or int64")
+
+
+_dispatch = _DispatchPath(_Dispatch())
+_combine: CallPath[torch.Tensor] = CallPath(_Combine())
+
+
+def ep_dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    layout: Layout = "padded",
+    quantize: Quantisation | None = None,
+    alignment: int = ALIGNMENT,
+    group: dist.ProcessGroup | None = None,
+    max_sms: int | None = None,
+) -> Sent:
+    """Send every token to the ranks of its experts; each rank gets its experts' tokens, sorted by expert.
+
+    Args:
+        x: tokens, [T, H], any strides. Kernels take bf16, fp16 and fp32; fp64 runs the variant `library` on GPUs. The
+            same shape and dtype on every rank: fill up with tokens whose ids are −1. Left as it is.
+        topk_ids: experts of each token, [T, K], int32 or int64; −1 for none. Rank d of n has the experts
+            d · num_experts / n and following. A token that goes to several experts of one rank travels once.
+        num_experts: of all ranks together, a multiple of the group's size.
+        capacity: rows that an expert has room for (`padded`), or all experts of a rank together with what aligns them
+            (`contiguous`); the same on every rank. By default room for whatever the router chooses, as long as it names
+            no expert twice for one token.
+        layout: `padded`: tokens have the shape [E_local, capacity, H]. `contiguous`: [capacity, H], experts one after
+            another, each at a multiple of `alignment` rows, for grouped GEMMs.
+        quantize: None; `token` or `group128`: tokens travel and arrive in e4m3, with one scale in fp32 for each token
+            or for 128 elements of it: the largest magnitude over 448. Not differentiable.
+        alignment: rows, for `contiguous`.
+        group: as in `all_reduce`.
+        max_sms: as in `all_reduce`, for overlap with the experts' GEMMs.
+
+    Returns:
+        `Sent`. Within an expert tokens stand in the order of (source rank, token, k), whatever variant runs. What lies
+        behind an expert's tokens is unspecified, but zeros where the call is recorded for a gradient.
+
+    Raises:
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
+        CapacityError: an expert was sent more tokens than it has room for; on every rank. Calls of CPU tensors raise
+            it at once. GPUs write nothing out of bounds, and `Sent.check()` or the next call of either op raises it.
+
+    Its gradient is an `ep_combine` without weights. Can be captured in CUDA graphs; never synchronises the host.
+    """
+    inputs = (x, topk_ids)
+    recorded = torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
+    options = (num_experts, capacity, layout, quantize or "", alignment, recorded)
+    tokens, scales, counts, offsets, rows = _dispatch.call(
+        (*inputs, *(None,) * len(_Dispatch.outputs)), options, group, "default", max_sms
+    )
+    return Sent(tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group)
+
+
+def ep_combine(
+    expert_out: torch.Tensor,
+    sent: Sent,
+    topk_weights: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    numerics: NumericsPolicy = "default",
+    max_sms: int | None = None,
+) -> torch.Tensor:
+    """Bring the experts' results back to the ranks of their tokens, and sum them by weight.
+
+    Args:
+        expert_out: results in the shape and order of `sent.tokens`, of any hidden size. Kernels take bf16, fp16 and
+            fp32; fp64 runs the variant `library` on GPUs. Left as it is; rows that hold no token are not read.
+        sent: what `ep_dispatch` returned.
+        topk_weights: [T, K], floating-point; used in fp32.
+        out: where to write, [T, H] of expert_out's dtype, any strides. None allocates it.
+        numerics: as in `all_reduce`. Ordered: summed from +0.0 in fp32 in the order of K, rounded once.
+        max_sms: as in `all_reduce`.
+
+    Returns:
+        `out`, or a new tensor [T, H]: the sum over K of weight · result; ids of −1 add nothing.
+
+    Raises:
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError, CapacityError: as in
+            `ep_dispatch`.
+
+    Differentiable in expert_out and topk_weights. Can be captured in CUDA graphs; never synchronises the host, but for
+    the variant `library`.
+    """
+    if not isinstance(sent, Sent):
+        raise UnsupportedInputError(f"sent is a {type(sent).__name__}; pass what ep_dispatch returned")
+    inputs = (expert_out, topk_weights, sent.topk_ids, sent.rows)
+    return _combine.call((*inputs, out), (sent.num_experts,), sent.group, numerics, max_sms)
+
+
+def run_dispatch(problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
+    """The public call that asks for `problem` on the default group, into given tensors."""
+    options = (problem.shape[3], bound_of(problem, outputs[0]), problem.layout, problem.scaling, ALIGNMENT, False)
+    _dispatch.call((*inputs, *outputs), options, None, "default", None)
+
+
+def run_combine(problem: Problem, inputs: Tensors, out: torch.Tensor) -> None:
+    """The public call that asks for `problem` on the default group, into a given tensor."""
+    _combine.call((*inputs, out), (problem.shape[3],), None, "default", None)
