@@ -206,7 +206,7 @@ def sample(problem: Problem, kind: str, seed: int, device: torch.device) -> Samp
     pairs = list(zip(case.expected, op.make_outputs(problem, device), strict=True))
     if kind == "integers" and all(torch.equal(due.to(output.dtype).to(due.dtype), due) for due, output in pairs):
         return Sample(case.inputs, tuple(due.to(output.dtype) for due, output in pairs))
-    allowed = tuple(op.tolerance[problem.scaling or problem.dtype] * each.norm() for each in case.expected)
+    allowed = tuple(op.tolerance_of(problem) * each.norm() for each in case.expected)
     return Sample(case.inputs, case.expected, allowed=allowed)
 
 

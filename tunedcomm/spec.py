@@ -222,7 +222,8 @@ class OpSpec:
             `kind` is `random` or `integers` (small whole numbers whose every partial sum is exact in the dtype).
         make_outputs: `(problem, device)` to freshly allocated output tensors.
         reference: `(problem, inputs of every rank, rank)` to the expected outputs in float64.
-        tolerance: dtype, or scaling, to the largest ‖out − ref‖ / ‖ref‖ of a right variant on random inputs.
+        tolerance: dtype, or the scaling's first part, to the largest ‖out − ref‖ / ‖ref‖ of a right variant on random
+            inputs.
         message_bytes: bytes by which sizes of the op are compared (columns of bench/results say how it is counted).
         busbw_factor: world size to bus factor, or None where the op has none.
         default_shapes: backend to the shapes that `tunedcomm tune` sweeps with no shape given, dtype size as argument.
@@ -256,6 +257,10 @@ class OpSpec:
     cleared: Callable[[Problem, tuple[Any, ...], tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]] = field(
         default=lambda problem, inputs, outputs: (inputs, outputs)
     )
+
+    def tolerance_of(self, problem: Problem) -> float:
+        """The tolerance for a problem; 0 where nothing may differ."""
+        return self.tolerance.get(problem.scaling.partition("+")[0] or problem.dtype, 0.0)
 
     def scalings_of(self, dtype: str) -> tuple[str, ...]:
         """Values of `Problem.scaling` for payloads of `dtype`, the usual one first: fp8 operands have scales."""

@@ -45,6 +45,14 @@ CHECKED: dict[str, tuple[list[tuple[int, ...]], tuple[Any, ...], dict[str, tuple
         {"out": (4, 6), "residual_out": (4, 6)},
     ),
 }
+QUANTISED = ([(4, 128), (128,), (4, 128), (4, 128)], (None, 1e-6, "group128", "column", True, True, 1.0))
+
+
+def quantised(rank: int) -> None:
+    shapes, options = QUANTISED
+    opcheck(
+        OPS.all_reduce_rms_norm_quantized.default, (*(draw(rank, *shape) for shape in shapes), *options, *settings())
+    )
 
 
 def functional(name: str, rank: int) -> None:
@@ -69,6 +77,7 @@ def in_place(name: str, rank: int) -> None:
 OPCHECK_CASES: dict[str, Case] = {
     **{name: functools.partial(functional, name) for name in CHECKED},
     **{f"{name}.out": functools.partial(into, name) for name in CHECKED},
+    "all_reduce_rms_norm_quantized": quantised,
     **{f"{name}_": functools.partial(in_place, name) for name in ("all_reduce", "all_reduce_bias")},
 }
 OPCHECK_CASES = some_of(OPCHECK_CASES, 3)

@@ -93,5 +93,5 @@ def check_variant(
             assert torch.equal(bits_of(got), bits_of(expected)), (variant, problem, kind)
     for got, reference in zip(outputs, spec.reference(problem, given, rank), strict=True):
         error = error_of(got, reference)
-        assert error <= spec.tolerance[problem.scaling or problem.dtype], (variant, problem, error)
+        assert error <= spec.tolerance_of(problem), (variant, problem, error)
     return outputs

@@ -83,7 +83,8 @@ def about_products(binary: dict[str, Any]) -> list[str]:
 
 def moves_whole_packets(binary: dict[str, Any]) -> bool:
     """True where no tail of single elements, odd alignment or narrow result asks for narrower accesses."""
-    return not binary.get("TAIL", False) and binary.get("ALIGN", 16) == 16 and not binary.get("FP8", False)
+    narrow = binary.get("TAIL", False) or binary.get("FP8", False) or binary.get("QUANTIZE", "")
+    return not narrow and binary.get("ALIGN", 16) == 16
 
 
 def about_resources(binary: dict[str, Any]) -> list[str]:

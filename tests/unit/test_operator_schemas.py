@@ -31,12 +31,12 @@ def fakes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list
 
 def test_every_op_is_an_operator() -> None:
     collectives = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
-    assert {*collectives, "all_reduce_bias", "all_reduce_rms_norm"} <= set(SERVED)
+    assert {*collectives, "all_reduce_bias", "all_reduce_rms_norm", "all_reduce_rms_norm_quantized"} <= set(SERVED)
     assert {"ag_gemm", "ag_gemm_gathered", "gemm_ar", "gemm_rs"} <= set(SERVED)
     assert sorted(autograd.FORMULAS) == sorted([*SERVED, "ag_gemm_list"])
     assert OPS.ag_gemm_list.overloads() == ["default"]
     for op in SERVED:
-        assert hasattr(tunedcomm, op.removesuffix("_gathered"))
+        assert hasattr(tunedcomm, op.removesuffix("_gathered").removesuffix("_quantized"))
         assert sorted(getattr(OPS, op).overloads()) == ["default", "out"]
 
 
@@ -91,6 +91,23 @@ def test_shapes() -> None:
     assert [(tuple(t.shape), t.dtype) for t in normed] == [((8, 12), torch.bfloat16)] * 2
     quantised = results("all_reduce_rms_norm", [x, bias, None, None, scale.view(1)], 1e-6, torch.float8_e4m3fn)
     assert [t.dtype for t in quantised] == [torch.float8_e4m3fn, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("options", "dtypes", "scales", "norm"),
+    [
+        (("token", "row", False, False, 0.0), "e4m3 float32", (2, 3, 1), (0,)),
+        (("group128", "row", True, True, 1.0), "e4m3 float32", (2, 3, 2), (2, 3, 256)),
+        (("group128", "column", False, False, 0.0), "e4m3 float32", (2, 8), (0,)),
+        (("", "row", False, False, 1.0), "bfloat16 float32", (0,), (0,)),
+    ],
+)
+def test_shapes_of_quantised_norms(options: Any, dtypes: str, scales: Any, norm: Any) -> None:
+    x, weight = fakes((2, 3, 256), (256,))
+    made = results("all_reduce_rms_norm_quantized", [x, weight, None, x, None], 1e-6, *options)
+    assert [tuple(t.shape) for t in made] == [(2, 3, 256), (2, 3, 256), scales, norm]
+    assert all(name in str(made[place].dtype) for name, place in zip(dtypes.split(), (0, 2), strict=True))
+    assert made[1].dtype == made[3].dtype == torch.bfloat16
 
 
 def test_shapes_of_fused_products() -> None:

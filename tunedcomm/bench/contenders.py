@@ -22,7 +22,7 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.dispatch.launches import Launch
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.kernels.all_reduce_rms_norm.op import Given, add_and_norm, given_of
+from tunedcomm.kernels.all_reduce_rms_norm.op import Given, add_and_norm, form_of, given_of
 from tunedcomm.kernels.gemm.op import operands_of, product, product_reference, wanted_of
 from tunedcomm.ops import run_problem
 from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, symmetric
@@ -317,7 +317,7 @@ def _compiled_norm(problem: Problem, device: torch.device) -> Iterator[Peer]:
         return spec.make_inputs(problem, 0, 0, "random", device)
 
     def norm(given: Given) -> Any:
-        return compiled(given.x, given.weight, given.bias, given.residual, given.scale, given.eps)
+        return compiled(given.x, given, form_of(problem))
 
     try:
         norm(given_of(problem, make()))

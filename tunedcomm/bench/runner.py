@@ -163,7 +163,7 @@ class Bencher:
 
     def _try(self, problem: Problem, contender: Contender, values: Tensors, due: Tensors) -> tuple[float, str]:
         """The worst error of its launches, eager and replayed, and the reason to leave a peer out or ""."""
-        most = get_op(problem.op).tolerance.get(problem.scaling or problem.dtype, 0.0)
+        most = get_op(problem.op).tolerance_of(problem)
         worst = 0.0
         # What a graph holds may be another kernel than a call.
         for graph in (False, True) if problem.mode == "graph" and self._stream is not None else (False,):

@@ -174,7 +174,7 @@ def fault_of(
         size: norm of the first input, for reductions whose terms cancel; 0 for other ops.
     """
     spec = get_op(problem.op)
-    tolerance = spec.tolerance.get(problem.scaling or problem.dtype, 0.0)
+    tolerance = spec.tolerance_of(problem)
     outputs, expected = (spec.cleared(problem, (), tensors)[1] for tensors in (outputs, expected))
     for number, (output, due) in enumerate(zip(outputs, expected, strict=True)):
         if tolerance and output.is_floating_point():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from tunedcomm.kernels.all_reduce_rms_norm.op import given_of
 from tunedcomm.kernels.all_to_all.op import row_numel
 from tunedcomm.kernels.gemm.op import operands_of, wanted_of
 from tunedcomm.ops import collectives, experts, gemm
@@ -37,11 +36,7 @@ def run_problem(problem: Problem, inputs: tuple[torch.Tensor, ...], outputs: tup
         case "all_reduce_bias":
             collectives.all_reduce_bias(x, inputs[1], out=out)
         case "all_reduce_rms_norm":
-            given = given_of(problem, inputs)
-            collectives.all_reduce_rms_norm(
-                x, given.weight, bias=given.bias, residual=given.residual, out=out, residual_out=outputs[1],
-                out_dtype=torch.float8_e4m3fn if problem.scaling else None, scale=given.scale,
-            )  # fmt: skip
+            collectives.run_rms_norm(problem, inputs, outputs)
         case "ep_dispatch":
             experts.run_dispatch(problem, inputs, outputs)
         case "ep_combine":

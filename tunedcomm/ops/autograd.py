@@ -69,10 +69,20 @@ def _all_to_all(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return (_ops.all_to_all(grad, *ctx.settings),)
 
 
+def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.is_row = inputs[1].dim() == 1
+
+
 def _all_reduce_bias(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wants_x, wants_bias, *_ = ctx.needs_input_grad
     x = _ops.all_reduce(grad, "sum", *ctx.settings) if wants_x else None
-    return x, _sum_rows(grad) if wants_bias else None
+    bias = _sum_rows(grad) if ctx.is_row else grad
+    return x, bias if wants_bias else None
+
+
+def _refused(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    """Never called: the form's `refusal` is raised before."""
+    raise AssertionError
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -236,8 +246,9 @@ FORMULAS: dict[str, Formula] = {
     "all_gather": (_keep_nothing, _all_gather),
     "reduce_scatter": (_keep_nothing, _reduce_scatter),
     "all_to_all": (_keep_nothing, _all_to_all),
-    "all_reduce_bias": (_keep_nothing, _all_reduce_bias),
+    "all_reduce_bias": (_keep_bias, _all_reduce_bias),
     "all_reduce_rms_norm": (_keep_norm, _all_reduce_rms_norm),
+    "all_reduce_rms_norm_quantized": (_keep_nothing, _refused),
     "ag_gemm": (_keep_operands, _ag_gemm),
     "ag_gemm_gathered": (_keep_gathered, _ag_gemm_gathered),
     "ag_gemm_list": (_keep_gathered, _ag_gemm_gathered),

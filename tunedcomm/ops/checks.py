@@ -81,6 +81,14 @@ def check_extra(op: str, x: torch.Tensor, extra: torch.Tensor | None, name: str,
         )
 
 
+def check_bias(op: str, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Refuse a bias that is neither a row of `x` nor of its shape."""
+    if bias is None or bias.dim() != x.dim() or bias.dim() == 1:
+        check_extra(op, x, bias, "bias", (x.shape[-1],))
+    else:
+        check_extra(op, x, bias, "bias", tuple(x.shape))
+
+
 def check_reduction(op: Any, x: torch.Tensor, reductions: Sequence[str]) -> None:
     """Refuse unknown reductions, and means of integers."""
     if op not in reductions:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tunedcomm.kernels.all_reduce.host import HostUnfused
-from tunedcomm.kernels.all_reduce_rms_norm.op import given_of, ordered_norm
+from tunedcomm.kernels.all_reduce_rms_norm.op import finish, form_of, given_of, ordered_norm, write
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import SUM_DTYPES, with_extras
 from tunedcomm.kernels.common.variant import Workspace
@@ -33,18 +33,18 @@ class HostRmsNorm(HostUnfused, registered=True):
         import torch
 
         reduce, (tokens, hidden) = self.collectives(problem, config)[0].bind(workspace), problem.shape
-        step = max(_ELEMENTS // hidden, 1)
+        step, form = max(_ELEMENTS // hidden, 1), form_of(problem)
         parts = [slice(first, first + step) for first in range(0, tokens, step)]
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            given, (y, h) = given_of(problem, inputs), (output.view(tokens, hidden) for output in outputs)
-            residual = None if given.residual is None else given.residual.view(tokens, hidden)
-            shared = residual is not None and residual.data_ptr() == h.data_ptr()
+            given, h = given_of(problem, inputs), outputs[1].view(tokens, hidden)
+            shared = given.residual is not None and given.residual.data_ptr() == h.data_ptr()
             s = torch.empty_like(h) if shared else h
             reduce((given.x,), (s,), stream)
             for rows in parts:
-                held = with_extras(s[rows], given.bias, None if residual is None else residual[rows])
-                h[rows] = held
-                y[rows] = ordered_norm(held, given.weight, given.eps, given.scale)
+                extras = given.as_rows(problem, rows)
+                held = with_extras(s[rows], extras.bias, extras.residual)
+                y, *more = finish(form, ordered_norm(held, given), held.dtype, given.scale)
+                write(problem, outputs, (y, held, *more), rows)
 
         return run

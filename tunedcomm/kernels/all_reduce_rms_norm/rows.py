@@ -26,6 +26,8 @@ from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, stor
 MAX_ROW_PACKETS = 2048  # 16384 elements of 16 bits; beyond that a block holds too much of a row in registers
 
 _E4M3_MAX = tl.constexpr(448.0)
+_LEAST_AMAX = tl.constexpr(0x2EDBE6FF)  # 1e-10 as bits of fp32
+_INFINITY = tl.constexpr(0x7F800000)
 
 
 def row_block(packets: int) -> int:
@@ -227,3 +229,162 @@ def finish_row(
         y2 = _y_word(h[2], weight[2], factor, DTYPE)
         y3 = _y_word(h[3], weight[3], factor, DTYPE)
         store_packets(out + packet * 16, y0, y1, y2, y3, mask)
+
+
+@triton.jit
+def _size(low, high):
+    """Bits of the larger of two magnitudes."""
+    return tl.maximum(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _largest_of_group(value, WIDE: tl.constexpr):
+    """Maximum over each 16 neighbours, 32 if WIDE, which all of them get."""
+    if INTERPRET:
+        lanes = tl.arange(0, value.shape[0])
+        for step in tl.static_range(5 if WIDE else 4):
+            value = tl.maximum(value, tl.gather(value, lanes ^ (1 << step), 0))
+        return value
+    else:
+        value = tl.inline_asm_elementwise(
+            """{
+            .reg .s32 other;
+            mov.s32 $0, $1;
+            shfl.sync.bfly.b32 other, $0, 8, 31, 0xffffffff;
+            max.s32 $0, $0, other;
+            shfl.sync.bfly.b32 other, $0, 4, 31, 0xffffffff;
+            max.s32 $0, $0, other;
+            shfl.sync.bfly.b32 other, $0, 2, 31, 0xffffffff;
+            max.s32 $0, $0, other;
+            shfl.sync.bfly.b32 other, $0, 1, 31, 0xffffffff;
+            max.s32 $0, $0, other;
+            }""",
+            "=&r,r",
+            [value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        if WIDE:
+            value = tl.inline_asm_elementwise(
+                """{
+                .reg .s32 other;
+                shfl.sync.bfly.b32 other, $1, 16, 31, 0xffffffff;
+                max.s32 $0, $1, other;
+                }""",
+                "=&r,r",
+                [value],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        return value
+
+
+@triton.jit
+def _scale_of(largest, POW2: tl.constexpr):
+    """The scale for a largest magnitude, which is given as the bits of an fp32."""
+    scale = tl.div_rn(tl.maximum(largest, _LEAST_AMAX).to(tl.float32, bitcast=True), _E4M3_MAX)
+    if POW2:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = tl.where(bits > _INFINITY, bits, (bits + 0x7FFFFF) & _INFINITY).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _form_elements(h, w, factor, offset, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
+    """The elements of a word of y in fp32; where there is one, the second is the first."""
+    low, high = widen(h, DTYPE)
+    weight_low, weight_high = widen(w, DTYPE)
+    if OFFSET:
+        weight_low += offset
+        weight_high += offset
+    low = low * factor * weight_low
+    if DTYPE == "float32":
+        return low, low
+    else:
+        return low, high * factor * weight_high
+
+
+@triton.jit
+def _stored_elements(w, DTYPE: tl.constexpr):
+    """The elements of a word; where there is one, the second is the first."""
+    low, high = widen(w, DTYPE)
+    if DTYPE == "float32":
+        return low, low
+    else:
+        return low, high
+
+
+@triton.jit
+def finish_form(
+    s, b, r, weight, out, residual_out, scale, scales, norm_out, eps, offset, row, number, row_step, scale_step, packet,
+    mask, live, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr,
+    NORM: tl.constexpr, POW2: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`finish_row` of the forms that are not basic; the rule for scales is in the module `op`.
+
+    A thread has its packets of y rounded as the norm is stored. A row's scale takes a maximum over the block, that of
+    128 columns one over 16 neighbouring packets (32 of fp32), which stand in one warp. Maxima are taken of magnitudes'
+    bits as whole numbers: these have the same order, with NaN above infinity, so that no NaN gets lost.
+
+    Args:
+        scale: address of the given scale, where QUANTIZE is fp8.
+        scales, norm_out: addresses of those outputs.
+        eps, offset: bits of an fp32 each.
+        number: of the row in the matrix.
+        row_step, scale_step: between scales of neighbouring rows, and of one row.
+        live: true if there is such a row.
+    """
+    if INTERPRET:
+        mask, live = as_mask(mask), as_mask(live)
+    h = add_extras(s, b, r, DTYPE, BIAS, RESIDUAL)
+    store_packets(residual_out + packet * 16, h[0], h[1], h[2], h[3], mask)
+    squares = (_squares(h[0], DTYPE) + _squares(h[1], DTYPE)) + (_squares(h[2], DTYPE) + _squares(h[3], DTYPE))
+    squares = tl.where(mask, squares, 0.0)
+    PER: tl.constexpr = 4 if DTYPE == "float32" else 8
+    hidden = tl.zeros((BLOCK,), tl.float32) + (row * PER).to(tl.float32)
+    mean = tl.div_rn(row_sum(squares, BLOCK), hidden)
+    root = tl.sqrt_rn(mean + eps.to(tl.int32).to(tl.float32, bitcast=True))
+    factor = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), root)
+    add = offset.to(tl.int32).to(tl.float32, bitcast=True)
+    a0, b0 = _form_elements(h[0], weight[0], factor, add, DTYPE, OFFSET)
+    a1, b1 = _form_elements(h[1], weight[1], factor, add, DTYPE, OFFSET)
+    a2, b2 = _form_elements(h[2], weight[2], factor, add, DTYPE, OFFSET)
+    a3, b3 = _form_elements(h[3], weight[3], factor, add, DTYPE, OFFSET)
+    if NORM or QUANTIZE != "fp8":
+        y0, y1, y2, y3 = narrow(a0, b0, DTYPE), narrow(a1, b1, DTYPE), narrow(a2, b2, DTYPE), narrow(a3, b3, DTYPE)
+        if NORM:
+            store_packets(norm_out + packet * 16, y0, y1, y2, y3, mask)
+        if QUANTIZE == "":
+            store_packets(out + packet * 16, y0, y1, y2, y3, mask)
+    if QUANTIZE != "":
+        if QUANTIZE == "fp8":
+            inverse = tl.div_rn(1.0, tl.load(scale.to(tl.pointer_type(tl.float32))))
+        else:
+            a0, b0 = _stored_elements(y0, DTYPE)
+            a1, b1 = _stored_elements(y1, DTYPE)
+            a2, b2 = _stored_elements(y2, DTYPE)
+            a3, b3 = _stored_elements(y3, DTYPE)
+            largest = tl.maximum(tl.maximum(_size(a0, b0), _size(a1, b1)), tl.maximum(_size(a2, b2), _size(a3, b3)))
+            largest = tl.where(mask, largest, 0)
+            place = scales + number * row_step * 4
+            if QUANTIZE == "token":
+                made = _scale_of(tl.max(largest, 0), POW2)
+                tl.store(place.to(tl.pointer_type(tl.float32)), made, mask=live)
+                inverse = tl.div_rn(1.0, made)
+            else:
+                WIDE: tl.constexpr = DTYPE == "float32"
+                PACKETS: tl.constexpr = 32 if WIDE else 16
+                made = _scale_of(_largest_of_group(largest, WIDE), POW2)
+                at = tl.arange(0, BLOCK)
+                places = (place + (at // PACKETS) * scale_step * 4).to(tl.pointer_type(tl.float32))
+                tl.store(places, made, mask=mask & (at % PACKETS == 0))
+                inverse = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), made)
+        if DTYPE == "float32":
+            word = _narrow_e4m3(a0 * inverse, a1 * inverse) | (_narrow_e4m3(a2 * inverse, a3 * inverse) << 16)
+            _store_words(out + packet * 4, word, word, mask, 1)
+        else:
+            low = _narrow_e4m3(a0 * inverse, b0 * inverse) | (_narrow_e4m3(a1 * inverse, b1 * inverse) << 16)
+            high = _narrow_e4m3(a2 * inverse, b2 * inverse) | (_narrow_e4m3(a3 * inverse, b3 * inverse) << 16)
+            _store_words(out + packet * 8, low, high, mask, 2)

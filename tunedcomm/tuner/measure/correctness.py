@@ -267,7 +267,7 @@ def _compare(
         got_there, due = output.flatten()[where].item(), expected.flatten()[where].item()
         found = f"{int(num_wrong)} of {output.numel()} elements differ, the first at {where}: {got_there!r}"
         return Judgement(error_value, f"{case.kind} inputs: {rule}; {found} instead of {due!r}")
-    tolerance = op.tolerance.get(problem.scaling or problem.dtype, 0.0)
+    tolerance = op.tolerance_of(problem)
     if not error_value <= tolerance:
         return Judgement(error_value, f"{case.kind} inputs: relative error {error_value:.3g}, allowed {tolerance:.3g}")
     return Judgement(error_value)
