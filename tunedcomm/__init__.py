@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from tunedcomm.ops.symmetric import register_symmetric as register_symmetric
     from tunedcomm.ops.symmetric import symmetric_empty as symmetric_empty
     from tunedcomm.spec import Problem as Problem
+    from tunedcomm.warmup import autotune as autotune
 
 # Module to its public names, for use at run time; type checkers read the imports above.
 _HOMES = {
@@ -61,6 +62,7 @@ _HOMES = {
     "ops.gemm": "ag_gemm gemm_ar gemm_rs",
     "ops.symmetric": "GatherProgress all_gather_with_progress register_symmetric symmetric_empty",
     "spec": "Problem",
+    "warmup": "autotune",
 }
 
 __all__ = [name for names in _HOMES.values() for name in names.split()]

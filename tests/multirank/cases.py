@@ -28,6 +28,7 @@ __all__ = [
     "logged",
     "report",
     "run_cases",
+    "run_each",
     "same_bits",
     "settings",
     "spy_on_launches",
@@ -45,6 +46,11 @@ def run_cases(cases: Mapping[str, Case], rank: int) -> dict[str, str]:
     """Case to its traceback, "" where it passed; ends at the first failure, for the ranks may be out of step then."""
     _forget_settings()
     _forget_host_variants()
+    return run_each(cases, rank)
+
+
+def run_each(cases: Mapping[str, Case], rank: int) -> dict[str, str]:
+    """`run_cases` with settings and variants as they are."""
     found = dict.fromkeys(cases, "not run, because a case before it failed")
     for name, case in cases.items():
         try:

@@ -69,6 +69,7 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
         snapshot=Snapshot(environment=H200, world_size=4, rows=(row,)),
         settings=SimpleNamespace(mode=mode, forced={}, check=(0, False)),
         quarantined={},
+        noted=None,
         guarded=lambda problem, launch, counter=None: wrap_launch(launch, counter=counter),
         bind=bind or (lambda problem, candidate: launch),
     )

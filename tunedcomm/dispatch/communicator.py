@@ -8,23 +8,36 @@ the digest; after that a choice is a pure function of the snapshot and the probl
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import sys
+import time
 import weakref
+from collections import Counter as CounterOf
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from tunedcomm import kernels, settings
 from tunedcomm.db.engine import warn_once
-from tunedcomm.db.layers import LayerFingerprint, differences, layer_fingerprints, load_snapshot
+from tunedcomm.db.layers import Layer, LayerFingerprint, differences, layer_fingerprints, load_snapshot
 from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWatch, no_intercept, wrap_launch
-from tunedcomm.errors import AgreementError, GroupError, InfeasibleError, NotInitializedError, WorkspaceError
+from tunedcomm.errors import (
+    AgreementError,
+    GroupError,
+    InfeasibleError,
+    NotInitializedError,
+    TuningError,
+    WorkspaceError,
+)
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels.common import sync
 from tunedcomm.kernels.common.launch import within
@@ -37,7 +50,7 @@ from tunedcomm.symm.ring import HostRing
 from tunedcomm.symm.workspace import Workspace
 
 if TYPE_CHECKING:
-    from tunedcomm.dispatch.misses import Counter
+    from tunedcomm.dispatch.misses import Counter, Note
 
 logger = logging.getLogger("tunedcomm")
 
@@ -204,6 +217,7 @@ class Communicator:
         plans: the dispatcher's cache.
         quarantined: op and variant to the reason why the group does not run it any more.
         fast_calls: the ops' cache of plans with all that a call needs besides.
+        noted: on rank 0, problems that were called while somebody wants to tune them; None while nobody does.
 
     Raises:
         AgreementError: the ranks' settings or machines differ; the text says in what.
@@ -212,7 +226,6 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         kernels.discover()
-        drop_at_exit(self, *_HOLD_GROUPS.split())
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
@@ -220,11 +233,18 @@ class Communicator:
         self.settings = agree(group, "settings", lambda: AgreedSettings(device.type), AgreedSettings.fields)
         self.layout = LaneLayout.for_messages(self.settings.workspace_bytes)
         self.environment = self._agree_on_hardware()
-        self.limits = self._make_memory(limits_for(self.environment, self.world_size, layout=self.layout))
+        self._make_state()
         self.nan_watch = NanWatch(device, self.rank) if self.settings.nan_check else None
         self.snapshot = self._agree_on_snapshot()
-        self.plans: dict[Any, Any] = {}
         self.quarantined: dict[tuple[str, str], str] = {}
+        self.noted: dict[Problem, Note] | None = None
+
+    def _make_state(self, *, for_kernels: bool = True) -> None:
+        """Make memory and all that is kept of calls."""
+        drop_at_exit(self, *_HOLD_GROUPS.split())
+        limits = limits_for(self.environment, self.world_size, layout=self.layout)
+        self.limits = self._make_memory(limits if for_kernels else replace(limits, symmetric=False))
+        self.plans: dict[Any, Any] = {}
         self.fast_calls: dict[Any, Any] = {}
         self.any_symmetric = False
         self._lane_order = LaneOrder(weakref.WeakMethod(self.forget_eager_plans))
@@ -232,16 +252,56 @@ class Communicator:
         self._retired: list[tuple[Any, list[Any]]] = []  # dropped plans and the event after their last launch
         self._has_graphs = self._has_yielding_eager = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
-        self.device_index = device.index if device.type == "cuda" else -1
+        self.device_index = self.device.index if self.device.type == "cuda" else -1
         self._watched = self.workspace or (self.node_groups.workspace if self.node_groups else None)
         self.status_view = self._watched.status_view if self._watched else memoryview(bytearray(1))
         if self.ring is not None:
             self.ring.status = self.status_view
         self.last_streams = [-1, -1]  # raw handle of the stream that last used the eager and the graph lane
 
+    def with_own_memory(self, peer_timeout_s: float, *, for_kernels: bool = True) -> Communicator:
+        """A communicator of the same group with memory, plans and a bound on waits of its own; collective.
+
+        A wait that expires there leaves the group's own calls alone. Without `for_kernels` there is only what variants
+        for CPU tensors need.
+        """
+        made = copy.copy(self)
+        made.settings = replace(self.settings, peer_timeout_s=peer_timeout_s)
+        made.nan_watch, made.noted = None, None
+        made._make_state(for_kernels=for_kernels)
+        return made
+
     def exchange(self, value: object) -> list[Any]:
         """Every rank's `value`, by rank; collective."""
         return exchange(self.group, value)
+
+    def meet(self, word: str, *, stay: bool = True) -> list[str]:
+        """Every rank's `word`, by rank, in bounded time; one that says that it does not stay waits for nobody.
+
+        Raises:
+            TuningError: a rank does not come within the group's time-out, or a graph is being captured.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise TuningError("nothing can be tuned while a graph is captured; do it before the capture, or after it")
+        store = PrefixStore("tunedcomm-meeting", _get_process_group_store(self.group))
+        _meetings[self.group.group_name] += 1
+        keys = [f"{_meetings[self.group.group_name]}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], word)
+        if not stay:
+            return [word]
+        end_s = time.monotonic() + self.settings.peer_timeout_s
+        missing = []
+        for rank, key in enumerate(keys):
+            try:
+                store.wait([key], timedelta(seconds=max(end_s - time.monotonic(), 0.001)))
+            except RuntimeError:
+                missing.append(str(rank))
+        if missing:
+            raise TuningError(
+                f"rank {', '.join(missing)} of the group of {self.world_size} did not come within "
+                f"{self.settings.peer_timeout_s:g} s; all of them enter and leave the block, or make the call"
+            )
+        return [store.get(key).decode() for key in keys]
 
     def exchange_faults(self, fault: str) -> list[str]:
         """The faults that ranks have found, each with its rank; the same on every rank. Collective."""
@@ -305,13 +365,14 @@ class Communicator:
         spanned = limits.ranks_per_node if self.node_groups else 0
         return replace(limits, symmetric=self.workspace is not None, ranks_per_node=spanned)
 
-    def _agree_on_snapshot(self) -> Snapshot:
-        """Rank 0's merged layers on every rank."""
+    def _agree_on_snapshot(self, find: Callable[[], Sequence[Layer] | None] = lambda: None) -> Snapshot:
+        """Rank 0's merged layers on every rank; `find` names them there, None stands for those of every process."""
 
         def load() -> tuple[Snapshot | None, tuple[LayerFingerprint, ...]]:
             if self.rank != 0:
                 return None, layer_fingerprints()
-            return load_snapshot(self.environment, self.world_size, borrow=self.settings.borrow), layer_fingerprints()
+            read = partial(load_snapshot, self.environment, self.world_size, borrow=self.settings.borrow)
+            return read(layers=find()), layer_fingerprints()
 
         theirs = on_every_rank(self.group, "load the tuning databases", load)
         if self.rank == 0 and (found := differences([seen for _, seen in theirs])):
@@ -325,6 +386,18 @@ class Communicator:
 
     def _agree_on_digest(self, make: Callable[[], Snapshot]) -> Snapshot:
         return agree(self.group, "snapshot", make, lambda snapshot: {"digest": snapshot.digest})
+
+    def reload_snapshot(self, find: Callable[[], Sequence[Layer] | None] = lambda: None) -> None:
+        """Dispatch from what rank 0's databases hold now; plans are made anew. Collective.
+
+        Args:
+            find: called on rank 0 before they are read, and names them; None stands for those of every process.
+
+        Raises:
+            Exception: what rank 0's `find` raised; AgreementError on the other ranks.
+        """
+        self.snapshot = self._agree_on_snapshot(find)
+        self.forget_plans()
 
     def replace_snapshot(self, snapshot: Snapshot) -> None:
         """Dispatch from another snapshot, the same on every rank; plans are made anew.
@@ -473,6 +546,7 @@ def _is_member(group: object) -> TypeGuard[dist.ProcessGroup]:
         return False
 
 
+_meetings: CounterOf[str] = CounterOf()  # so far, by group: the same on every rank
 _communicators: dict[tuple[dist.ProcessGroup, str], Communicator] = {}
 
 

@@ -23,14 +23,17 @@ from tunedcomm.db import misses as miss_log
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.misses import HardKey, Miss
 from tunedcomm.db.records import utc_now
+from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import DatabaseAccessError
-from tunedcomm.spec import Problem, why_no_kernel
+from tunedcomm.spec import NumericsPolicy, Problem, why_no_kernel
 
 if TYPE_CHECKING:
     from tunedcomm.dispatch.communicator import Communicator
 
 logger = logging.getLogger("tunedcomm")
 
+# From narrow to wide.
+POLICIES: tuple[NumericsPolicy, ...] = ("ordered", "default", "any")
 # Problems that one process counts: a program that never calls the same size twice must not fill memory or disk.
 MAX_PROBLEMS = 1024
 _PERIOD_S = 30.0
@@ -55,6 +58,26 @@ class Counter:
         return Miss(problem=self.problem, hard_key=self.hard_key, count=number, source=self.source, last_seen=now)
 
 
+@dataclass(slots=True, eq=False)
+class Note:
+    """A problem that was called while somebody wants to tune it.
+
+    Attributes:
+        counter: of its calls; None for one that is tuned.
+        before: calls that were counted earlier.
+        policy: the widest numerics policy that it was called with.
+    """
+
+    counter: Counter | None
+    before: int
+    policy: NumericsPolicy
+
+    @property
+    def count(self) -> int:
+        """Calls since."""
+        return 0 if self.counter is None else self.counter.count - self.before
+
+
 _counters: dict[tuple[Path, HardKey, Problem], Counter] = {}
 _refused: set[Path] = set()
 _lock = threading.Lock()
@@ -71,20 +94,39 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def counter(communicator: Communicator, problem: Problem, source: str) -> Counter | None:
+def counter(
+    communicator: Communicator, problem: Problem, source: str, policy: NumericsPolicy = "default"
+) -> Counter | None:
     """The counter of a missed problem's calls if it is worth tuning, else None; None if there are too many already.
 
     All ranks meet the same misses, the first of them counts. What no kernel can run is not worth tuning.
 
     Args:
-        communicator: of the group that calls it.
+        communicator: of the group that calls it; takes a note of the problem if it takes notes.
         problem: what is called.
         source: the rule that chose what is launched.
+        policy: numerics classes that the caller accepts.
     """
-    if communicator.rank != 0 or settings.miss_log() is False:
+    noted = communicator.noted
+    if communicator.rank != 0 or (noted is None and source not in MISSES):
         return None
     if why_no_kernel(problem, communicator.limits, "any") is not None:
         return None
+    found = _of_log(communicator, problem, source) if source in MISSES and settings.miss_log() is not False else None
+    if noted is None:
+        return found
+    if source in MISSES and found is None:  # counted for the note alone
+        found = Counter(Path(os.devnull), communicator.environment.hard_key, problem, source)
+    known = noted.get(problem)
+    widest = policy if known is None else max(known.policy, policy, key=POLICIES.index)
+    if known is None or known.counter is not found:
+        known = noted[problem] = Note(found, 0 if found is None else found.count, widest)
+    known.policy = widest
+    return found
+
+
+def _of_log(communicator: Communicator, problem: Problem, source: str) -> Counter | None:
+    """The counter whose calls the file is told of."""
     try:
         key = (miss_log.log_path(), communicator.environment.hard_key, problem)
     except DatabaseAccessError as error:

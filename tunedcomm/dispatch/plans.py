@@ -26,7 +26,6 @@ from tunedcomm.dispatch.communicator import (
     on_release,
 )
 from tunedcomm.dispatch.dispatcher import (
-    MISSES,
     check_limit,
     check_policy,
     decide,
@@ -86,7 +85,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         candidate = decision.candidate
         launch = communicator.bind(problem, candidate)
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
-    counter = misses.counter(communicator, problem, source) if source in MISSES else None
+    counter = misses.counter(communicator, problem, source, policy)
     launch = communicator.guarded(problem, launch, counter=counter)
     if communicator.settings.check[0] and problem.mode == "eager" and candidate.variant != "library":
         launch = _checked(communicator, problem, candidate, policy, launch)

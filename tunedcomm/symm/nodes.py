@@ -78,7 +78,7 @@ def ranks_per_node(nodes: Sequence[int]) -> int:
     return counts.pop() if len(counts) == 1 and len(set(nodes)) > 1 else 0
 
 
-def _subgroup(group: dist.ProcessGroup, members: Sequence[int], name: str, kind: str) -> dist.ProcessGroup:
+def make_subgroup(group: dist.ProcessGroup, members: Sequence[int], name: str, kind: str) -> dist.ProcessGroup:
     """A group of some ranks of `group`, which torch.distributed's functions take like any other.
 
     Args:
@@ -105,6 +105,7 @@ def _subgroup(group: dist.ProcessGroup, members: Sequence[int], name: str, kind:
     # Where torch keeps what it knows of groups; destroy_process_group() ends all that are there.
     _world.pg_map[made] = (backend_name, store)
     _world.pg_names[made] = name  # type: ignore[assignment]
+    _world.pg_to_tag[made] = ""
     _world.pg_backend_config[made] = f"{kind}:{backend_name}"
     _world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
     _register_process_group(name, made)  # type: ignore[arg-type]
@@ -130,8 +131,8 @@ def make_node_groups(
     place = here.index(rank)
     by_node = [[r for r, node in enumerate(nodes) if node == number] for number in range(max(nodes) + 1)]
     across = [members[place] for members in by_node]
-    within = _subgroup(group, here, f"{name}-node{nodes[rank]}", device.type)
-    between = _subgroup(group, across, f"{name}-place{place}", device.type)
+    within = make_subgroup(group, here, f"{name}-node{nodes[rank]}", device.type)
+    between = make_subgroup(group, across, f"{name}-place{place}", device.type)
     # NCCL connects at a group's first call, which must not be one that is captured.
     dist.all_reduce(torch.zeros(1, device=device), group=between)
     return NodeGroups(Workspace(within, device, layout, timeout_ns=timeout_ns, names=here), between)

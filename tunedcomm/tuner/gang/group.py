@@ -60,13 +60,12 @@ class Vote:
 
 
 class Gang:
-    """One rank's end of the gang; the communicator is bound to the data plane."""
+    """One rank's end of the gang; the communicator is bound to the data plane, the line to a supervisor if any."""
 
-    def __init__(self, control: dist.ProcessGroup, communicator: Communicator, line: Connection) -> None:
+    def __init__(self, control: dist.ProcessGroup, communicator: Communicator, line: Connection | None = None) -> None:
         self._control, self._line = control, line
         self.communicator = communicator
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank, self.world_size = communicator.rank, communicator.world_size
         self.device: torch.device = communicator.device
         self.on_gpu = self.device.type == "cuda"  # launches are asynchronous there, and times come from events
         self._symmetric: dict[tuple[int, int], SymmetricBuffer] = {}
@@ -74,12 +73,13 @@ class Gang:
 
     def report(self, event: str, value: object) -> None:
         """Tell the supervisor an event, on rank 0; it is in the kernel's hands when this returns."""
-        if self.rank == 0:
+        if self.rank == 0 and self._line is not None:
             self._line.send((event, value))
 
     def report_failure(self, text: str) -> None:
         """Tell the supervisor that a launch raised on this rank: the other ranks may never answer again."""
-        self._line.send(("failure", (time.monotonic(), text)))
+        if self._line is not None:
+            self._line.send(("failure", (time.monotonic(), text)))
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value`, by rank."""
@@ -104,7 +104,7 @@ class Gang:
 
     def device_barrier(self) -> None:
         """Have the current stream wait until every rank's has come here: nothing waits on the host."""
-        dist.all_reduce(self._token)
+        dist.all_reduce(self._token, group=self.communicator.group)
 
     def symmetric_rooms(self, problem: Problem, sizes: Sequence[int], slot: int) -> list[torch.Tensor | None]:
         """Symmetric memory of these bytes, uint8, for each input; None where the problem takes any; collective.

@@ -42,6 +42,12 @@ class CompileCount:
         self._before: Callable[..., None] | None = knobs.compilation.listener
         knobs.compilation.listener = self._hear
 
+    def close(self) -> None:
+        """Count no more."""
+        from triton import knobs
+
+        knobs.compilation.listener = self._before
+
     def _hear(self, *, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         self.num_compiled += not cache_hit
         if self._before is not None:
@@ -51,6 +57,8 @@ class CompileCount:
 # (kind, number) of the cases to launch.
 Plan: TypeAlias = list[tuple[str, int]]
 _SLOT_OF_SECOND = 3  # behind those of the odd shapes
+# As many launches as the library makes in this time are a round on the host, beside which a barrier's skew is small.
+_HOST_ROUND_US = 5000.0
 # Launches of a candidate that seems to leak: it does if every batch takes more memory.
 _LEAK_BATCHES, _LEAK_LAUNCHES = 5, 4
 
@@ -75,6 +83,7 @@ class Bench:
         self.op: OpSpec = get_op(problem.op)
         self.contender: Contender | None = None
         self.baseline: Candidate | None = None
+        self.baseline_us = 0.0  # at its first look
         self.calls = 0
         self.inputs: Tensors = ()
         self.outputs: Tensors = ()
@@ -272,6 +281,11 @@ class TrialRunner:
                 outcome = self._left_clean(problem, outcome)
         return replace(outcome, bind_s=self._bind_s, compiled=self._num_compiled)
 
+    def close(self) -> None:
+        """Give back the memory that trials took; no trial may follow."""
+        self._drop_benches()
+        self._compiles.close()
+
     def _left_clean(self, problem: Problem, outcome: TrialResult) -> TrialResult:
         """The outcome, unless launches wrote where they may not, or left packets in an arena.
 
@@ -406,20 +420,24 @@ class TrialRunner:
     def _contend(self, bench: Bench, launch: Launch) -> Contender:
         """Make a contender on every rank, and vote before any rank runs it.
 
-        The first one of a problem, the library if it runs, says how many launches a round has.
+        The first one of a problem, the library if it runs, says how many launches a round has. On the host it has one
+        launch a round itself, for others are far faster there.
         """
+        if self._stream is None:
+            most = int(_HOST_ROUND_US / bench.baseline_us) if bench.baseline_us else 1
+            return self._make_contender(bench, launch, max(1, min(self._settings.host_calls, most)))
         if not bench.calls:
-            bench.calls = 1 if self._stream is None else 10
-            if self._stream is not None:
-                (probe,) = self._rounds(bench, [self._contend(bench, launch)], 2)
-                bench.calls = measure.calls_for(probe.p50_us)
+            (probe,) = self._rounds(bench, [self._make_contender(bench, launch, 10)], 2)
+            bench.calls = measure.calls_for(probe.p50_us)
+        return self._make_contender(bench, launch, bench.calls)
 
+    def _make_contender(self, bench: Bench, launch: Launch, calls: int) -> Contender:
         def action() -> Contender:
             return measure.contend(
                 launch,
                 bench.inputs,
                 bench.outputs,
-                calls=bench.calls,
+                calls=calls,
                 graph=bench.problem.mode == "graph",
                 stream=self._stream,
                 further=bench.further,
@@ -452,6 +470,8 @@ class TrialRunner:
         if candidate == command.baseline and bench.baseline is None:
             bench.contender, bench.baseline = contender, candidate
         (look,) = self._rounds(bench, [contender], self._settings.first_rounds)
+        if candidate == bench.baseline:
+            bench.baseline_us = bench.baseline_us or look.p50_us
         if self._stream is not None and bench.problem.mode == "graph":
             _accept(self._judge(lambda: bench.check_replay(contender, launch, ordered=ordered), "replayed: "))
         # From numbers that every rank holds: the gathered look, and the command.
@@ -459,9 +479,13 @@ class TrialRunner:
         if not rounds:
             return pruned(command, look, self._error)
         contenders = [contender] if bench.contender is None else [contender, bench.contender]
+        if most_us := self._settings.round_budget_us:
+            library_us = bench.baseline_us * (bench.contender.calls if bench.contender is not None else 0)
+            rounds = min(rounds, max(2, int(most_us / (contender.calls * look.p50_us + library_us))))
         latencies = self._rounds(bench, contenders, rounds)
         done = (self._settings.first_rounds + rounds) * contender.calls
-        more = check.launches_to_go(done, latencies[0].p50_us, final=command.final)
+        is_long = command.final and not self._settings.round_budget_us
+        more = check.launches_to_go(done, latencies[0].p50_us, final=is_long)
         self._check_late(bench, contender, launch, done, more, ordered=ordered)
         baseline_us = latencies[1].p50_us if len(latencies) > 1 else None
         return TrialResult(status="ok", latency=latencies[0], baseline_us=baseline_us, error=self._error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -312,15 +312,24 @@ class Coordinator:
         """Begin a problem's search."""
         self._note_infeasible(gang, problem)
         knowledge, limits, library = self._knowledge, self._knowledge.limits, self._library(problem)
-        found = search_space(problem, limits, self._settings)
+        found = self._space(problem)
         for text in stray_defaults(problem, limits, {candidate.variant for candidate in found}):
             warn_once(text)
         # What took a gang along at this size is settled, at another size it is left alone.
         known = knowledge.settled(problem)
         feasible = [c for c in found if c in known or c == library or not knowledge.quarantined(problem, c)]
-        proposals = knowledge.proposals(problem, _PROPOSALS, self.searched)
-        seeds = [library, *proposals, *default_candidates(problem, limits)]
-        return Search(problem, feasible, self._settings, seeds)
+        return self._make_search(problem, feasible, self._settings, [library, *self._seeds(problem)])
+
+    _make_search: Callable[..., Search] = Search
+
+    def _space(self, problem: Problem) -> list[Candidate]:
+        """Every candidate that may be tried."""
+        return search_space(problem, self._knowledge.limits, self._settings)
+
+    def _seeds(self, problem: Problem) -> list[Candidate]:
+        """The candidates to try first, besides the library."""
+        proposals = self._knowledge.proposals(problem, _PROPOSALS, self.searched)
+        return [*proposals, *default_candidates(problem, self._knowledge.limits)]
 
     def _grant_time(self, problem: Problem) -> None:
         """An even share of what is left, so that the last problem is searched as well as the first."""
@@ -340,12 +349,17 @@ class Coordinator:
         if any(self._in_flight(problem, final=False) for problem in family):
             self._waits = True
             return False
+        for problem, finalists in self._finalists(family):
+            self._measure(problem, finalists)
+        return True
+
+    def _finalists(self, family: Sequence[Problem]) -> Iterator[tuple[Problem, list[Candidate]]]:
+        """The candidates to measure in the finals of each problem of a family."""
         knowledge = self._knowledge
         finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE)
         for problem in family:
             best = knowledge.winners(problem, BEST_OF_SHAPE, "default")
-            self._measure(problem, [*finalists, *best, *knowledge.best_per_sm_limit(problem)])
-        return True
+            yield problem, [*finalists, *best, *knowledge.best_per_sm_limit(problem)]
 
     def _measure(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
         """Measure the library and candidates of a problem as in the finals, in this order, if they are feasible."""

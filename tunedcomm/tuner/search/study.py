@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import math
@@ -152,7 +153,7 @@ class Search:
         num_begun = len(allowed) - len(left)
         if not left or num_begun >= self._settings.trials:
             return None
-        queue = [*self._queue, *(interleave(allowed) if len(allowed) <= self._settings.trials else ())]
+        queue = [*self._queue, *self._listed(allowed)]
         free = set(left)
         found = next((candidate for candidate in queue if candidate in free), None)
         if found is None:
@@ -162,6 +163,10 @@ class Search:
             found = self._draw(tried, left, num_begun)
             self._queue.append(found)  # it is the next one again if it is not run after all
         return found
+
+    def _listed(self, allowed: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The candidates to try in this order after the seeds, and before any is drawn."""
+        return interleave(allowed) if len(allowed) <= self._settings.trials else ()
 
     def _draw(self, tried: Mapping[Candidate, float | None], left: Sequence[Candidate], num_begun: int) -> Candidate:
         """One of those that are left, by Optuna's model of those that were tried.
@@ -192,6 +197,21 @@ class Search:
                 nearest = min(distances.values())
                 return rng.choice([candidate for candidate, distance in distances.items() if distance == nearest])
         return rng.choice(left)
+
+
+class LocalSearch(Search):
+    """Goes on next to the best after its seeds: for searches that end long before a model of the space is any good."""
+
+    def _listed(self, allowed: Sequence[Candidate]) -> Sequence[Candidate]:
+        return ()
+
+    def _draw(self, tried: Mapping[Candidate, float | None], left: Sequence[Candidate], num_begun: int) -> Candidate:
+        ran = sorted((us, str(c), c) for c, us in tried.items() if us is not None)
+        for _, _, best in ran:
+            distances = {c: _distance(self._spaces[c.variant], best, c) for c in left if c.variant == best.variant}
+            if distances:
+                return min(distances, key=lambda c: (distances[c], hashlib.sha256(str(c).encode()).digest()))
+        return left[0]
 
 
 def _num_without_gain(latencies: Iterable[float | None]) -> int:

@@ -1,0 +1,167 @@
+"""Tuning in the running job, over CPU tensors: what is called untuned is tuned once, alike on every rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import report, run_each
+from harness import run_ranks
+
+import tunedcomm
+from tunedcomm.db.store import Database
+from tunedcomm.spec import Problem
+
+WORLD_SIZE = 2
+SIZES = (1000, 20000)
+
+
+def call(*sizes: int) -> None:
+    for numel in sizes:
+        x = torch.arange(float(numel)) + dist.get_rank()
+        ranks = dist.get_world_size()
+        assert torch.equal(tunedcomm.all_reduce(x), torch.arange(float(numel)) * ranks + sum(range(ranks)))
+
+
+def problem_of(numel: int) -> Problem:
+    return Problem("all_reduce", (numel,), "float32", WORLD_SIZE, mode="eager")
+
+
+def source_of(numel: int) -> str:
+    return tunedcomm.explain(tunedcomm.get_communicator(), problem_of(numel)).source
+
+
+def start_again() -> None:
+    tunedcomm.release_communicators()
+    call(64)
+    dist.barrier()
+
+
+def a_block_tunes_what_is_called(rank: int) -> None:
+    with tunedcomm.autotune(budget_s=3.0) as tuned:
+        call(*SIZES)
+        assert not tuned.results
+        assert [source_of(numel) for numel in SIZES] == ["heuristic"] * 2
+    assert {one.problem for one in tuned.results} == {problem_of(numel) for numel in SIZES}
+    assert [source_of(numel) for numel in SIZES] == ["exact"] * 2
+    assert all(str(one.after) in str(tuned) for one in tuned.results)
+    assert tuned.num_trials >= 2 * len(SIZES)
+    call(*SIZES)
+    plans = tunedcomm.check_agreement().plans
+    assert {str(one.after) for one in tuned.results} <= set(plans.values())
+
+
+def rank_0_stores_it(rank: int) -> None:
+    path = Path(os.environ["TUNEDCOMM_DB"])
+    if rank:
+        assert not path.exists(), "only rank 0 writes"
+        return
+    with Database.open(path, readonly=True) as database:
+        (run,) = database.runs()
+        assert run.command.startswith("tunedcomm.autotune")
+        assert run.finished_at is not None
+        assert {trial.run_id for trial in database.trials()} == {run.id}
+        assert {trial.problem for trial in database.trials(final=True)} == {problem_of(numel) for numel in SIZES}
+
+
+def the_next_start_has_nothing_to_do(rank: int) -> None:
+    start_again()
+    with tunedcomm.autotune(budget_s=3.0) as tuned:
+        call(*SIZES)
+        begin = time.perf_counter()
+    took_s = time.perf_counter() - begin
+    assert (tuned.num_trials, tuned.results) == (0, ())
+    assert took_s < 1.0, "bounded by far less on an idle machine"
+    assert tunedcomm.autotune([problem_of(numel) for numel in SIZES]).num_trials == 0
+
+
+def given_problems_are_tuned_at_once(rank: int) -> None:
+    tuned = tunedcomm.autotune([problem_of(3000)], budget_s=2.0)
+    assert [one.problem for one in tuned.results] == [problem_of(3000)]
+    assert source_of(3000) == "exact"
+
+
+def an_error_in_the_block_tunes_nothing(rank: int) -> None:
+    for failing in ((0, 1), (1,)):  # on all ranks, on one
+        try:
+            with tunedcomm.autotune(budget_s=2.0) as tuned:
+                call(5000)
+                if rank in failing:
+                    raise KeyError("planted")
+        except KeyError:
+            assert rank in failing
+        else:
+            assert rank not in failing
+        assert tuned.num_trials == 0
+        dist.barrier()
+    assert source_of(5000) != "exact"
+    call(5000)
+
+
+def a_rank_that_stays_away_is_named(rank: int) -> None:
+    tunedcomm.release_communicators()
+    os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "1"
+    call(64)
+    if rank == 0:
+        with pytest.raises(tunedcomm.TuningError, match="rank 1"):
+            tunedcomm.autotune([problem_of(6000)])
+    dist.barrier()
+
+
+def bad_arguments_are_refused(rank: int) -> None:
+    for budget_s in (0, -1.0, float("nan"), float("inf"), "3", True):
+        with pytest.raises(tunedcomm.UnsupportedInputError, match="budget_s"):
+            tunedcomm.autotune(budget_s=budget_s)  # type: ignore[arg-type]
+    other = Problem("all_reduce", (64,), "float32", WORLD_SIZE + 1, mode="eager")
+    with pytest.raises(tunedcomm.UnsupportedInputError):
+        tunedcomm.autotune([other])
+
+
+CASES = {
+    "a block tunes what is called": a_block_tunes_what_is_called,
+    "rank 0 stores it": rank_0_stores_it,
+    "the next start has nothing to do": the_next_start_has_nothing_to_do,
+    "given problems are tuned at once": given_problems_are_tuned_at_once,
+    "an error in the block tunes nothing": an_error_in_the_block_tunes_nothing,
+    "bad arguments are refused": bad_arguments_are_refused,
+    "a rank that stays away is named": a_rank_that_stays_away_is_named,
+}
+
+
+def body(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    os.environ["TUNEDCOMM_DB"] = f"{folder}/rank{rank}.db"  # only rank 0's is read and written
+    os.environ["TUNEDCOMM_MISS_LOG"] = "0"
+    return run_each(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, body, str(tmp_path_factory.mktemp("autotune")))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_autotune(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)
+
+
+def subgroup_body(rank: int, world_size: int, folder: str) -> int:
+    os.environ["TUNEDCOMM_DB"] = f"{folder}/tuned.db"
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        dist.barrier()
+        return 0
+    with tunedcomm.autotune(group=group, budget_s=2.0) as tuned:
+        x = torch.full((700,), rank + 1.0)
+        assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((700,), 4.0))
+    dist.barrier()
+    assert [one.problem.world_size for one in tuned.results] == [2]
+    return tuned.num_trials
+
+
+def test_a_subgroup_tunes_without_the_others(tmp_path: Path) -> None:
+    trials = run_ranks(3, subgroup_body, str(tmp_path))
+    assert trials[0] == trials[2] > 1
