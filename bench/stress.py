@@ -48,6 +48,8 @@ os.environ.setdefault("TUNEDCOMM_PEER_TIMEOUT_S", "20")
 
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from rows import append, arguments, of_run
 
 from tunedcomm import kernels
@@ -58,7 +60,7 @@ from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.measure.compile_pool import CompilePool
-from tunedcomm.tuner.measure.correctness import Guarded, guard, make_case
+from tunedcomm.tuner.measure.correctness import GUARD_BYTES, Guarded, guard, make_case
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -77,6 +79,26 @@ MOST_BYTES = 1 << 19  # of a launch's outputs
 SLOTS, FILLINGS = 3, 5  # sets of inputs that a lane reads, and contents that those have in turn
 GROUP = 16  # launches without anything between them, at most
 BATCHES = {"graph": 12, "eager": 3}  # groups of a batch, by lane
+COMPARED = 4096  # elements that a block of `count_wrong` compares
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def count_wrong(  # type: ignore[no-untyped-def]
+    got, due, before, behind, wrong, numel, pattern: tl.constexpr, guard_bytes: tl.constexpr, block: tl.constexpr
+):
+    """Add 1 to `wrong` for each block of elements that differ, and for guard bytes that do not hold the pattern."""
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < numel
+    found, right = tl.load(got + at, inside), tl.load(due + at, inside)
+    if found.dtype.is_floating():
+        found, right = found.to(tl.float32), right.to(tl.float32)
+    differ = tl.sum(((found != right) & inside).to(tl.int32))
+    if tl.program_id(0) == 0:
+        side = tl.arange(0, guard_bytes)
+        differ += tl.sum((tl.load(before + side) != pattern).to(tl.int32))
+        differ += tl.sum((tl.load(behind + side) != pattern).to(tl.int32))
+    if differ > 0:
+        tl.atomic_add(wrong, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +127,18 @@ class Sample:
                 found.append(output.tensor.eq(due).all())
         return torch.stack(found).all()
 
+    def judge(self, outputs: Sequence[Guarded], wrong: torch.Tensor) -> None:
+        """Add to `wrong` if these outputs are not right; one kernel an output on a GPU, where exact ones are due."""
+        exact = not self.allowed and all(output.tensor.is_contiguous() for output in outputs)
+        if not exact or wrong.device.type != "cuda":
+            wrong += ~self.is_right(outputs)
+            return
+        for output, due in zip(outputs, self.due, strict=True):
+            got, wanted = (bits(output.tensor), bits(due)) if self.is_bitwise else (output.tensor, due)
+            count_wrong[(max(1, triton.cdiv(got.numel(), COMPARED)),)](
+                got, wanted, output.before, output.behind, wrong, got.numel(), output.pattern, GUARD_BYTES, COMPARED
+            )
+
     def copy(self, device: torch.device) -> Sample:
         """The same in other memory; what launches read on the host is the same in all samples of a problem."""
         inputs, due = (
@@ -126,7 +160,7 @@ class Trial:
     Attributes:
         samples: each launch reads one of them.
         rooms: two in turn, so that what a launch writes late falls upon the next but one.
-        wrong: how often its results were not right, on the device.
+        wrong: how many of its results, or blocks of them, were not right; on the device.
         count: how often it was launched.
     """
 
@@ -351,7 +385,7 @@ def launch_group(group: Sequence[Launch]) -> None:
     for trial, number, room in group:
         trial.launch(trial.samples[number].inputs, tuple(output.tensor for output in trial.rooms[room]), stream)
     for trial, number, room in group:
-        trial.wrong += ~trial.samples[number].is_right(trial.rooms[room])
+        trial.samples[number].judge(trial.rooms[room], trial.wrong)
 
 
 @dataclass(eq=False, slots=True)
