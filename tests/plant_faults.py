@@ -136,6 +136,7 @@ FAULTS = [
         "misses_by_every_rank",
         ("in MISSES and communicator.rank == 0 and", "in MISSES and"),
         ("if communicator.rank != 0 or settings", "if settings"),
+        ("if communicator.rank != 0 or (noted", "if (noted"),
     ),
     fault("dispatch", "misses_counted_twice", ("counter.count += 1", "counter.count += 2")),
     fault(
@@ -215,6 +216,7 @@ FAULTS = [
         "absurd_latency_taken",
         ("not LEAST_US <= cast(float, value) <= MOST_US", "not -1e30 <= cast(float, value) <= 1e30"),
         ("not LEAST_US <= value <= MOST_US", "not -1e30 <= value <= 1e30"),
+        ("is_number and LEAST_US <= value <= MOST_US", "is_number and -1e30 <= value <= 1e30"),
     ),
     fault(
         "db",
@@ -258,6 +260,7 @@ FAULTS = [
             "return bool(list(pairs)) or True",
         ),
         ("return all(torch.equal(_bits(now), _bits(then)) for", "return all(now is not then for"),
+        ("return all(map(_same_bits, inputs, case.inputs))", "return bool(inputs) or True"),
         (
             "return all(torch.equal(_bits(now), _bits(then)) for now, then in zip(inputs, case.inputs, strict=True))",
             "return bool(inputs) or True",
@@ -340,7 +343,8 @@ def score(tree: Path, found: Fault, timeout_s: float) -> tuple[str, str, float]:
             return "gone", "", 0.0
         files = sorted({str(path) for pattern in AREAS[found.area] for path in (copy / "tests").glob(pattern)})
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files]
-        environment = os.environ | {"PYTHONPATH": str(copy)}
+        search = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = os.environ | {"PYTHONPATH": search}
         try:
             done = subprocess.run(
                 command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
