@@ -24,7 +24,7 @@ INSTALL := $(PIP) install --quiet --no-compile
 .PHONY: help demo test test-all browser lint docs figures build wheel-check clean oldest-triton
 
 help:
-	@echo "make demo   install, tune all_reduce on this machine, explain the choice, run it and check the sum"
+	@echo "make demo   install, tune all_reduce on this machine, show what was won and why, and check the sums"
 	@echo "make test   run the tests but the slow ones (PYTEST_ARGS='-k name' for some of them)"
 	@echo "make test-all  run all tests, as CI does; with TUNEDCOMM_TEST_FULL=1 all cases of the sampled ones"
 	@echo "make browser  Debian's Chromium, without which the tests that open a report's page are skipped; as root"

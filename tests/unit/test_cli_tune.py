@@ -232,6 +232,19 @@ def test_line_says_where_the_sweep_stands() -> None:
     assert "starting" in describe(progress(None), gang(None))
 
 
+def test_progress_says_what_is_waited_for_and_for_how_long() -> None:
+    binding = replace(gang(PROBLEM), step="binding", silent_s=60.2, patience_s=120.0)
+    text = "waiting for bind of lamport(num_blocks=8), 60 of 120 s"
+    assert text in describe(progress(PROBLEM), binding)
+    assert "waiting for" not in describe(progress(PROBLEM), replace(binding, silent_s=1.0))
+    console = Console(width=200, record=True, file=io.StringIO())
+    started = replace(gang(None), silent_s=7.0, patience_s=240.0)
+    console.print(live_view(replace(progress(), gangs=(binding, started))))
+    shown = console.export_text()
+    assert text in shown
+    assert "waiting for a gang to start, 7 of 240 s" in shown
+
+
 def test_plain_lines_one_a_problem() -> None:
     written: list[str] = []
     lines = PlainLines(written.append)

@@ -13,7 +13,7 @@ from db_samples import H200, START
 from typer.testing import CliRunner
 
 from tunedcomm import kernels
-from tunedcomm.cli import main, options, tune
+from tunedcomm.cli import main, options
 from tunedcomm.db.misses import Miss, append, read
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
@@ -187,12 +187,12 @@ def test_other_machines_world_sizes_and_nonsense_are_left_out(sweeps: Sweeps, lo
 def test_gpus_are_asked_for_their_own_misses(sweeps: Sweeps, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append(log, [miss(replace(OFTEN, shape=(1026,), mode="graph", world_size=4), 7, H200)])
     monkeypatch.setattr(options, "num_gpus", lambda: 4)
-    monkeypatch.setattr(tune, "_DETECT", f"print({json.dumps(H200.to_dict())!r})")
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep._DETECT", f"print({json.dumps(H200.to_dict())!r})")
     assert start().exit_code == 0
     assert [p.shape for p in sweeps.specs[0].problems] == [(1026,)]
     start("--backend", "host")
     assert sweeps.specs[1].problems == (OFTEN, RARE)
-    monkeypatch.setattr(tune, "_DETECT", "raise RuntimeError('no driver')")
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep._DETECT", "raise RuntimeError('no driver')")
     assert "no driver; run `tunedcomm doctor`" in str(start().exception)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from search_samples import (
@@ -21,10 +22,15 @@ from search_samples import (
 )
 
 from tunedcomm import spec
+from tunedcomm.db.store import Database
+from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.tuner.gang.protocol import TrialResult
+from tunedcomm.symm.layout import limits_for
+from tunedcomm.tuner.gang.protocol import Latency, TrialResult
+from tunedcomm.tuner.gang.supervisor import Supervisor
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.study import Search, default_candidates, families, interleave, search_space
+from tunedcomm.tuner.search.sweep import SweepSpec, hash_if_known, load_variants, resolve, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -197,3 +203,23 @@ def test_default_outside_of_its_space_is_warned_of_once(caplog: pytest.LogCaptur
 def test_defaults_within_their_spaces_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     begin_searches(problem_of())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_finished_sweep_starts_no_gang(is_finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = SweepSpec(op="all_reduce", shapes=((256,), (4096,)), backend="host", variants=("host_one_shot",))
+    load_variants(())
+    problems, settings = resolve(wanted)
+    coordinator = Coordinator(problems, settings, source_hash=hash_if_known)
+    coordinator.gang_ready(0, detect(None), limits_for(detect(None), 2))
+    while coordinator.next(0).kind == "trial":
+        latency = Latency(p10_us=4.0, p50_us=4.0, p90_us=4.0, samples=3)
+        coordinator.learn(0, TrialResult(status="ok", latency=latency, baseline_us=9.0))
+    started: list[object] = []
+    monkeypatch.setattr(Supervisor, "run", lambda self: started.append(self) or "done")
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        trials = [trial for trial, _ in coordinator.unstored]
+        database.record(trials if is_finished else trials[:-1])
+        outcome = sweep(wanted, database)
+    assert (len(started), outcome.reason) == (0 if is_finished else 1, "done")
+    assert all(result.best is not None for result in outcome.problems if is_finished)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,6 +37,7 @@ from tunedcomm.spec import Problem, format_shape, get_op
 from tunedcomm.tuner.measure import timing as measure
 
 _ROUNDS, _HOST_ROUNDS = 25, 3
+_POLL_S = 0.05
 _ENVIRONMENT = ("gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm")
 # Fused GEMMs of other projects signal for every tile.
 _PEERS_SIGNAL_BYTES = 1 << 20
@@ -43,20 +46,31 @@ _PEERS_SIGNAL_BYTES = 1 << 20
 def run_module(
     module: str, arguments: Sequence[str], *, world_size: int, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Run `python -m module arguments` on `world_size` ranks through torch's elastic launcher; output goes to stderr.
+    """Run `python -m module arguments` on `world_size` ranks; their output goes to stderr.
 
-    Returns its exit code, 0 if every rank ended with 0.
+    Returns 0 if every rank ended with 0, else the exit code of the first one that did not; the others are killed then.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += [f"--nproc-per-node={world_size}", "--module", module, *arguments]
     variables = {**os.environ, **(environment or {})}
     if not torch.cuda.is_available() or num_gpu_ranks() < 2:
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    # Unset, the launcher sets the first to 1 with a warning that is no use to anybody here; the second keeps ranks of
-    # one host from meeting under a name that resolves to an address nobody answers.
     variables.setdefault("OMP_NUM_THREADS", "1")
+    # Ranks of one host must not meet under a name that resolves to an address nobody answers.
     variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return subprocess.run(command, env=variables, stdout=sys.stderr, check=False).returncode
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    command, ranks = [sys.executable, "-m", module, *arguments], list[subprocess.Popen[bytes]]()
+    try:
+        for rank in map(str, range(world_size)):
+            its = {**variables, "RANK": rank, "LOCAL_RANK": rank}
+            ranks.append(subprocess.Popen(command, env=its, stdout=sys.stderr))
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            time.sleep(_POLL_S)
+        return next(filter(None, codes), 0)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def run_job(job: Mapping[str, Any], world_size: int, borrow: Sequence[str] = ()) -> dict[str, list[dict[str, Any]]]:
@@ -252,7 +266,7 @@ class Bencher:
 
 
 def start_group() -> torch.device:
-    """Join the default group of an elastic launcher's ranks; returns this rank's device."""
+    """Join the default group of a launcher's ranks; returns this rank's device."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

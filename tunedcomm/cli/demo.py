@@ -1,4 +1,4 @@
-"""`tunedcomm demo`: tune, explain and run all_reduce on what this machine has.
+"""`tunedcomm demo`: tune all_reduce on what this machine has, show what was won and why, and check the sums.
 
 Its last step runs this module on every rank.
 """
@@ -6,21 +6,23 @@ Its last step runs this module on every rank.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from tunedcomm.cli.explain import choose, explanation
+from tunedcomm.cli.explain import Choice, choose, explanation
 from tunedcomm.cli.options import CallOptions, JsonOption, backend_or_default, known_op, local_ranks
-from tunedcomm.cli.output import emit, emit_json, note
-from tunedcomm.cli.tune import report, run_sweep
-from tunedcomm.spec import format_shape, parse_shape
+from tunedcomm.cli.output import emit, emit_json, format_ratio, message_of, note, table_of
+from tunedcomm.cli.tune import run_sweep
+from tunedcomm.metrics import format_us
+from tunedcomm.spec import ITEMSIZE, format_shape, parse_shape
 
-# Small, medium and large: enough to see the choice change, short enough to watch.
-GPU_SHAPES = ((2048,), (32768,), (524288,), (8388608,))
-GPU_BUDGET_S = 120.0
-HOST_BUDGET_S = 45.0
+# Small to large: enough to see the choice change, short enough to watch.
+SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20)
+SHIPPED_SIZES = (8 << 10, 1 << 20, 64 << 20)
+BUDGET_S, TRIALS = 20.0, 6
 
 
 def demo(
@@ -29,51 +31,82 @@ def demo(
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs, or 2 on the host.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tune all_reduce here, say what was chosen and why, then run it through the tuned database and check the sum.
+    """Tune all_reduce here in half a minute, show what was won and why, and check the sums on every rank.
 
     Example: tunedcomm demo --db demo.db
     """
     from tunedcomm.bench.runner import run_module
     from tunedcomm.tuner.search.sweep import SweepSpec
 
-    op = known_op("all_reduce")
-    ranks = local_ranks(world_size)
-    backend = backend_or_default()
-    on_gpu = backend == "cuda"
-    shapes = GPU_SHAPES if on_gpu else tuple(op.default_shapes(backend, 2))
-    note(f"1/3 tune all_reduce on {ranks} {'GPUs' if on_gpu else 'host ranks (fewer than two GPUs found)'}")
-    budget_s = GPU_BUDGET_S if on_gpu else HOST_BUDGET_S
-    spec = SweepSpec(op=op.name, shapes=shapes, modes=("eager",), world_size=ranks, backend=backend, budget_s=budget_s)
-    outcome, url = run_sweep(replace(spec, command="tunedcomm demo"), db)
-    if not as_json:
-        report(outcome, url)
+    op, backend, ranks = known_op("all_reduce"), backend_or_default(), local_ranks(world_size)
+    dtype, library = ("bfloat16", "NCCL") if backend == "cuda" else ("float32", "gloo")
+    shapes = tuple((size // ITEMSIZE[dtype],) for size in SIZES)
+    spec = SweepSpec(
+        op=op.name,
+        shapes=shapes,
+        dtypes=(dtype,),
+        modes=("eager",),
+        world_size=ranks,
+        backend=backend,
+        trials=TRIALS,
+        budget_s=BUDGET_S,
+        command="tunedcomm demo",
+    )
+    outcome, url = run_sweep(spec, db, is_quiet=True)
     if outcome.unsolved or outcome.environment is None:
         note("no candidate runs here; `tunedcomm doctor` says what is missing")
         raise typer.Exit(1)
-
-    note("2/3 explain what dispatch chooses, and why")
-    texts = [format_shape(extents) for extents in shapes]
-    asked = CallOptions(
-        op=op.name, shape="", world_size=ranks, mode="eager", hardware=outcome.environment.digest, db=db
-    )
+    here = outcome.environment
+    asked = CallOptions(op=op.name, shape="", world_size=ranks, dtype=dtype, mode="eager", hardware=here.digest, db=url)
+    texts = [format_shape(shape) for shape in shapes]
     choices = [choose(replace(asked, shape=text)) for text in texts]
     if as_json:
         emit_json(choices)
-    for line in [] if as_json else [line for choice in choices for line in explanation(choice)]:
-        emit(line)
-
-    note("3/3 run tunedcomm.all_reduce through that database and check the sums")
-    variables = {"TUNEDCOMM_DB": url, "TUNEDCOMM_MISS_LOG": "0"}
-    code = run_module("tunedcomm.cli.demo", texts, world_size=ranks, environment=variables)
+    else:
+        table_of(_columns(library), choices, title=f"{op.name} of {dtype} on {ranks} ranks, {here}")
+        for line in explanation(choices[len(choices) // 2])[:3]:
+            emit(line)
+    code = run_module(
+        "tunedcomm.cli.demo",
+        [dtype, *texts],
+        world_size=ranks,
+        environment={"TUNEDCOMM_DB": url, "TUNEDCOMM_MISS_LOG": "0"},
+    )
     if code:
-        note(f"the ranks ended with code {code}")
+        note(f"a sum was wrong, or a rank failed: the ranks ended with code {code}")
         raise typer.Exit(1)
     if not as_json:
-        emit(f"all sums right on {ranks} ranks, dispatched from {url}")
+        emit(f"checked: every sum is right on all {ranks} ranks, dispatched from {url}")
+        _show_shipped()
 
 
-def main(shapes: list[str]) -> int:
-    """Body of one rank: reduce small whole numbers, exact in bf16; returns 0 if every rank has every sum right."""
+def _columns(library: str) -> Mapping[str, Callable[[Choice], object]]:
+    return {
+        "message": lambda choice: message_of(choice.problem),
+        f"{library} µs": lambda choice: format_us(choice.decision.library_us),
+        "tuned µs": lambda choice: format_us(choice.decision.latency_us),
+        "times as fast": lambda choice: format_ratio(choice.decision.library_us, choice.decision.latency_us),
+        "what runs": lambda choice: choice.decision.candidate,
+    }
+
+
+def _show_shipped() -> None:
+    """Print a few rows of the shipped database of 4 H200."""
+    from tunedcomm.db.layers import packaged_databases
+
+    shipped = [str(path) for path in packaged_databases() if path.name.endswith("-x4.db")]
+    asked = CallOptions(
+        op="all_reduce", shape="", world_size=4, dtype="bfloat16", hardware="H200", db=(*shipped, "")[0]
+    )
+    texts = [str(size // ITEMSIZE["bfloat16"]) for size in SHIPPED_SIZES]
+    choices = [choose(replace(asked, shape=text), with_left_out=False) for text in texts if shipped]
+    table_of(
+        _columns("NCCL"), choices, title="shipped, measured on 4 H200 in CUDA graphs, bfloat16 (not on this machine)"
+    )
+
+
+def main(dtype_name: str, shapes: Sequence[str]) -> int:
+    """Body of one rank: reduce small whole numbers, which are exact; returns 0 if every rank has every sum right."""
     import torch
     import torch.distributed as dist
 
@@ -81,28 +114,22 @@ def main(shapes: list[str]) -> int:
     from tunedcomm.bench.runner import start_group
     from tunedcomm.dispatch.communicator import release_communicators
 
-    device = start_group()
+    device, dtype = start_group(), getattr(torch, dtype_name)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    wrong = 0
+    num_wrong = 0
     for text in shapes:
         (numel,) = parse_shape(text)
         pattern = torch.arange(numel, device=device) % 5
-        x = (pattern + rank).to(torch.bfloat16)
-        expected = (pattern * world_size + world_size * (world_size - 1) // 2).to(torch.bfloat16)
-        right = bool(torch.equal(tunedcomm.all_reduce(x), expected))
-        wrong += not right
-        verdict = torch.tensor([int(not right)], device=device)
-        dist.all_reduce(verdict)
-        if rank == 0:
-            state = "sum right on every rank" if not int(verdict) else f"SUM WRONG on {int(verdict)} ranks"
-            sys.stdout.write(f"  all_reduce of {numel} elements on {world_size} ranks: {state}\n")
-            sys.stdout.flush()
+        expected = (pattern * world_size + world_size * (world_size - 1) // 2).to(dtype)
+        if not torch.equal(tunedcomm.all_reduce((pattern + rank).to(dtype)), expected):
+            num_wrong += 1
+            sys.stderr.write(f"rank {rank}: the sum of {numel} elements is WRONG\n")
     dist.barrier()
     # A communicator that outlives its group keeps gloo's threads alive into the interpreter's end, which then aborts.
     release_communicators()
     dist.destroy_process_group()
-    return int(wrong > 0)
+    return int(num_wrong > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -24,6 +24,9 @@ QUIET_S = 30.0
 # Between two JSON lines while nothing comes to an end.
 EVENT_S = 1.0
 _BAR_WIDTH = 30
+# Of a gang that has been silent for so long it is said what is waited for.
+WAIT_S = 5.0
+_VERBS = {"binding": "bind", "running": "run"}
 
 
 def say(text: str, *, as_json: bool) -> None:
@@ -39,6 +42,14 @@ def _duration(seconds: float) -> str:
     """`1:00` or `1:01:40`."""
     text = str(timedelta(seconds=round(seconds)))
     return text.removeprefix("0:").removeprefix("0")
+
+
+def _waiting(gang: GangProgress) -> str:
+    """`waiting for bind of lamport(num_blocks=8), 60 of 120 s`; "" if the gang was heard of a moment ago."""
+    if gang.patience_s is None or gang.silent_s < WAIT_S:
+        return ""
+    what = "a gang to start" if gang.candidate is None else f"{_VERBS.get(gang.step, gang.step)} of {gang.candidate}"
+    return f"waiting for {what}, {gang.silent_s:.0f} of {gang.patience_s:.0f} s"
 
 
 def _standing(gang: GangProgress) -> str:
@@ -57,7 +68,8 @@ def describe(progress: Progress, gang: GangProgress | None) -> str:
         what = f"{_standing(gang)},"
     trials = f" {progress.trials} trials" if progress.trials or what.endswith(",") else ""
     failed = f" ({_failures(progress.failures)})" if progress.failures else ""
-    return f"[{progress.problems_done}/{progress.problems}] {what}{trials}{failed}"
+    waiting = _waiting(gang) if gang is not None else ""
+    return f"[{progress.problems_done}/{progress.problems}] {what}{trials}{failed}{waiting and '; '}{waiting}"
 
 
 class PlainLines:
@@ -151,7 +163,8 @@ def live_view(progress: Progress) -> RenderableType:
     )
     lines = []
     for gang in progress.gangs:
-        doing = gang.step if gang.problem is None else f"{_standing(gang)}; {gang.step} {gang.candidate}"
+        step = _waiting(gang) or f"{gang.step} {gang.candidate or ''}".rstrip()
+        doing = step if gang.problem is None else f"{_standing(gang)}; {step}"
         lines.append(Text(printable(f"gang {gang.slot}: {doing}"), no_wrap=True, overflow="ellipsis"))
     if progress.failures:
         lines.append(Text(f"failed: {_failures(progress.failures)}", style="yellow"))
@@ -159,19 +172,22 @@ def live_view(progress: Progress) -> RenderableType:
 
 
 @contextmanager
-def shown(stopped: str, *, as_json: bool = False) -> Iterator[Callable[[Progress], None]]:
-    """A progress callback for `sweep`, for as long as it runs."""
+def shown(stopped: str, *, as_json: bool = False, is_quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
+    """A progress callback for `sweep`, for as long as it runs; `is_quiet` leaves lines out, not the live view."""
     try:
         if as_json or not sys.stderr.isatty():
             lines: JsonLines | PlainLines = JsonLines() if as_json else PlainLines()
+            if is_quiet:
+                lines = PlainLines(lambda line: None)
             yield lines
             lines.finish()
             return
         from rich.console import Console
         from rich.live import Live
 
-        # Drawn when it is told to, never by a thread of its own: the sweep calls when gangs do not wait for it.
-        with Live(console=Console(stderr=True), auto_refresh=False) as live:
+        # Drawn when it is told to, never by a thread of its own: the sweep calls when gangs do not wait for it. What is
+        # left in the end is the summary.
+        with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
             yield lambda progress: live.update(live_view(progress), refresh=True)
     except KeyboardInterrupt:
         say(f"stopped{stopped}", as_json=as_json)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -56,7 +54,7 @@ from tunedcomm.cli.output import (
 )
 from tunedcomm.cli.progress import say, shown
 from tunedcomm.cli.stored import open_to_write, read_layers
-from tunedcomm.errors import DatabaseAccessError, TuningError
+from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.metrics import format_us
 from tunedcomm.spec import Problem, admits, format_shape, variants
 from tunedcomm.tuner.models import Model, catalog
@@ -235,8 +233,10 @@ def _leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str
         raise typer.Exit(1)
 
 
-def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -> tuple[SweepOutcome, str]:
-    """Run a sweep with its progress on stderr; returns its outcome and where it was stored."""
+def run_sweep(
+    spec: SweepSpec, database: str | None, *, as_json: bool = False, is_quiet: bool = False
+) -> tuple[SweepOutcome, str]:
+    """Run a sweep with its progress on stderr, `is_quiet` only on a terminal; returns its outcome and its database."""
     from tunedcomm.tuner.search.sweep import resolve, sweep
 
     if spec.backend is None and backend_or_default() == "host":
@@ -248,9 +248,8 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
         raise typer.BadParameter(str(error)) from None
     with open_to_write(database, create=True, patience_s=settings.db_patience_s()) as (opened, url):
         say(f"tuning {spec.op}, storing in {url}", as_json=as_json)
-        with shown(
-            "; what was measured is stored, and the same command goes on from there", as_json=as_json
-        ) as progress:
+        stopped = "; what was measured is stored, and the same command goes on from there"
+        with shown(stopped, as_json=as_json, is_quiet=is_quiet) as progress:
             return sweep(spec, opened, progress), url
 
 
@@ -259,8 +258,8 @@ def report(outcome: SweepOutcome, url: str) -> None:
     where = "" if outcome.environment is None else f" on {outcome.environment}"
     ranks = outcome.problems[0].problem.world_size if outcome.problems else 0
     table_of(_COLUMNS, outcome.problems, title=f"{ranks} ranks{where}")
-    end = "out of time" if outcome.reason == "budget" else "done"
     done = outcome.progress
+    end = "out of time" if outcome.reason == "budget" else "done" if done.trials else "nothing left to measure"
     emit(f"{end}: {done.trials} trials in {done.elapsed_s:.0f} s, stored in {url} (run {outcome.run_id})")
     if outcome.compiled_ahead or done.num_compiled:
         waited = "" if outcome.compile_share is None else f", {outcome.compile_share:.1%} of the time"
@@ -329,8 +328,6 @@ _PRINTED = 20
 # A log of this size is made smaller when it is read.
 _LARGE_BYTES = 64 << 10
 
-_DETECT = "import json; from tunedcomm.hardware import detect; print(json.dumps(detect(0).to_dict()))"
-
 
 def _check_alone(context: typer.Context) -> None:
     """Refuse options that name problems beside `--from-misses`."""
@@ -353,6 +350,7 @@ def _missed_problems(
     from tunedcomm import kernels
     from tunedcomm.db import misses as miss_log
     from tunedcomm.symm.layout import limits_for
+    from tunedcomm.tuner.search.sweep import environment_of
 
     path = miss_log.log_path()
     try:
@@ -365,7 +363,7 @@ def _missed_problems(
     if skipped:
         note(f"skipped {skipped} lines of {path} that make no sense")
     kernels.discover()
-    environment = _environment(backend)
+    environment = environment_of(backend)
     limits = limits_for(environment, world_size)
     here = [miss for miss in misses if miss.hard_key == environment.hard_key and op in (None, miss.problem.op)]
     sized = [miss for miss in here if miss.problem.world_size == world_size]
@@ -422,20 +420,6 @@ def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
     except ValueError:
         return False
     return problem.numel > 0 and why_no_kernel(problem, limits, "any") is None
-
-
-def _environment(backend: Backend) -> Environment:
-    """That of this machine, of its first GPU or of the host backend; leaves no GPU context in this process."""
-    from tunedcomm.hardware import Environment, detect
-
-    if backend == "host":
-        return detect(None)
-    done = subprocess.run([sys.executable, "-c", _DETECT], capture_output=True, text=True, check=False)
-    try:
-        return Environment.from_dict(json.loads(done.stdout))
-    except ValueError:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise TuningError(f"the first GPU cannot be looked at: {last}; run `tunedcomm doctor`") from None
 
 
 _VERIFIED_COLUMNS: dict[str, Callable[[Verified], object]] = {

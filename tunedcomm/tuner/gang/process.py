@@ -240,19 +240,28 @@ class GangProcess:
             output = os.pread(self._output.fileno(), _MAX_OUTPUT, 0).decode(errors="replace").strip()
             said = min(self._failures)[1] if self._failures else output.rpartition("\n")[2]
             return loss_by_exit(self._exits, said)
-        return self._silence(now)
-
-    def _silence(self, now: float) -> Loss | None:
-        if self.went_at is None or self.step == "waiting":
+        if (patience_s := self.patience_s) is None:
             return None
-        settings, silent_s = self._settings, now - self._heard_at
-        limits = {"starting": settings.start_timeout_s, "binding": settings.compile_timeout_s}
-        is_late = silent_s > limits.get(self.step, settings.trial_timeout_s)
+        silent_s = self.silent_s
         if self._failures:
             failed_at, text = min(self._failures)
-            if is_late or min(silent_s, now - failed_at) > _ECHO_S:
+            if silent_s > patience_s or min(silent_s, now - failed_at) > _ECHO_S:
                 return Loss("crashed", f"{text}; the other ranks waited for it for {silent_s:.0f} s")
-        return Loss("hung", f"no sign of life for {silent_s:.0f} s while {self.step}") if is_late else None
+        silent = f"no sign of life for {silent_s:.0f} s while {self.step}"
+        return Loss("hung", silent) if silent_s > patience_s else None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it was heard of, or told something."""
+        return time.monotonic() - self._heard_at
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds for which it may be silent in this step; None if nothing is waited for."""
+        if self.went_at is None or self.step in ("waiting", "ending"):
+            return None
+        limits = {"starting": self._settings.start_timeout_s, "binding": self._settings.compile_timeout_s}
+        return limits.get(self.step, self._settings.trial_timeout_s)
 
     # Ending
 

@@ -40,6 +40,8 @@ class GangProgress:
         problem, candidate: what it runs; None where there is nothing.
         final: it is measured as in the finals.
         best_us, library_us: of that problem; None where not yet known.
+        silent_s: seconds since it was heard of.
+        patience_s: seconds after which it is killed if it stays silent; None if nothing is waited for.
     """
 
     slot: int
@@ -49,6 +51,8 @@ class GangProgress:
     final: bool = False
     best_us: float | None = None
     library_us: float | None = None
+    silent_s: float = 0.0
+    patience_s: float | None = None
 
 
 class Supervisor:
@@ -114,7 +118,15 @@ class Supervisor:
         for slot, gang in sorted(self._gangs.items()):
             at = self._coordinator.activity(slot) or Command(kind="wait")
             found.append(
-                GangProgress(slot=slot, step=gang.step, problem=at.problem, candidate=at.candidate, final=at.final)
+                GangProgress(
+                    slot=slot,
+                    step=gang.step,
+                    problem=at.problem,
+                    candidate=at.candidate,
+                    final=at.final,
+                    silent_s=gang.silent_s,
+                    patience_s=gang.patience_s,
+                )
             )
         return found
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import math
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +25,7 @@ from tunedcomm.db.records import Trial, canonical_json, fastest, was_tried
 from tunedcomm.db.snapshot import build_snapshot, fetch
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
-from tunedcomm.hardware import Environment, num_gpu_ranks, ranks_share_a_gpu
+from tunedcomm.hardware import Environment, detect, num_gpu_ranks, ranks_share_a_gpu
 from tunedcomm.selection.select import Registered, choose
 from tunedcomm.spec import (
     ITEMSIZE,
@@ -37,6 +40,7 @@ from tunedcomm.spec import (
     get_variant,
     variants,
 )
+from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.gang.protocol import FAILED, Settings, TrialResult
 from tunedcomm.tuner.gang.supervisor import GangProgress, Supervisor
 from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
@@ -168,6 +172,25 @@ def resolve_machine(spec: MachineSpec) -> Settings:
             f"usable ones: at most {fitting} fit; pass --gangs {fitting}, or auto"
         )
     return _settings(spec, backend, world_size, spec.gangs or fitting)
+
+
+_DETECT = "import json; from tunedcomm.hardware import detect; print(json.dumps(detect(0).to_dict()))"
+
+
+def environment_of(backend: Literal["cuda", "host"]) -> Environment:
+    """This machine's environment, of its first GPU or of the host; leaves no GPU context in this process.
+
+    Raises:
+        TuningError: there is no GPU that can be looked at.
+    """
+    if backend == "host":
+        return detect(None)
+    done = subprocess.run([sys.executable, "-c", _DETECT], capture_output=True, text=True, check=False)
+    try:
+        return Environment.from_dict(json.loads(done.stdout))
+    except ValueError:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise TuningError(f"the first GPU cannot be looked at: {last}; run `tunedcomm doctor`") from None
 
 
 def gang_devices(settings: Settings) -> list[str]:
@@ -746,7 +769,11 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
     with closing(StudyMirror(journal_path(database))) as mirror:
         running = Running(settings, coordinator, database, progress, mirror)
         with running:
-            reason = running.run()
+            if (here := _if_measured(problems, settings, stored)) is None:
+                reason = running.run()
+            else:
+                coordinator.gang_ready(0, *here)
+                reason = "done"
             knowledge = coordinator.knowledge
             chosen = {} if knowledge is None else _chosen(database, knowledge, problems, settings.world_size)
             trials = {problem: [] if knowledge is None else knowledge.trials(problem) for problem in problems}
@@ -764,6 +791,19 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
                 num_skipped=0 if spec.retry else sum(f.num_failed for f in before if f.variant != "library"),
                 fates=summarise_variants(t for found in trials.values() for t in found if t.variant in asked),
             )
+
+
+def _if_measured(
+    problems: Collection[Problem], settings: Settings, stored: Sequence[Trial]
+) -> tuple[Environment, Limits] | None:
+    """Where gangs would run, if nothing of the sweep is left to measure there; else None."""
+    if settings.stand_in or not {trial.problem for trial in stored if trial.final}.issuperset(problems):
+        return None
+    environment = environment_of(settings.backend)
+    limits = limits_for(environment, settings.world_size)
+    asked = Coordinator(problems, settings, source_hash=hash_if_known, stored=stored)
+    asked.gang_ready(0, environment, limits)
+    return (environment, limits) if asked.next(0).kind == "end" else None
 
 
 def stored_records(database: Database, problems: Collection[Problem]) -> list[Trial]:
