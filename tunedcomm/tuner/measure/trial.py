@@ -411,18 +411,20 @@ class TrialRunner:
     def _prepare_baseline(self, bench: Bench, baseline: Candidate) -> None:
         """Bind, run and capture the library, where the problem did not begin with it."""
         try:
-            contender = self._contend(bench, self._prepare(bench, baseline, full=False))
+            contender = self._contend(bench, baseline, self._prepare(bench, baseline, full=False))
         except _RefusedError as refused:
             raise RuntimeError(f"the library ran {bench.problem} before and now fails: {refused}") from None
         bench.contender, bench.baseline = contender, baseline
         self._error = None
 
-    def _contend(self, bench: Bench, launch: Launch) -> Contender:
+    def _contend(self, bench: Bench, candidate: Candidate, launch: Launch) -> Contender:
         """Make a contender on every rank, and vote before any rank runs it.
 
         The first one of a problem, the library if it runs, says how many launches a round has. On the host it has one
-        launch a round itself, for others are far faster there.
+        launch a round itself, for others are far faster there, and so has an interpreted kernel.
         """
+        if self._stream is None and get_variant(candidate.op, candidate.variant).kernels:
+            return self._make_contender(bench, launch, 1)
         if self._stream is None:
             most = int(_HOST_ROUND_US / bench.baseline_us) if bench.baseline_us else 1
             return self._make_contender(bench, launch, max(1, min(self._settings.host_calls, most)))
@@ -466,7 +468,7 @@ class TrialRunner:
     def _time(self, bench: Bench, launch: Launch, candidate: Candidate, command: Command) -> TrialResult:
         """Time a first look and, within reach of the best, more samples, interleaved with the library."""
         ordered = _is_ordered(candidate)
-        contender = self._contend(bench, launch)
+        contender = self._contend(bench, candidate, launch)
         if candidate == command.baseline and bench.baseline is None:
             bench.contender, bench.baseline = contender, candidate
         (look,) = self._rounds(bench, [contender], self._settings.first_rounds)

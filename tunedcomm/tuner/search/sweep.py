@@ -264,7 +264,8 @@ def check_problem(problem: Problem) -> None:
 def _settings(spec: MachineSpec, backend: Literal["cuda", "host"], world_size: int, gangs: int) -> Settings:
     """The spec's settings, and the backend's where it has none.
 
-    Interpreted launches take about 0.1 s, so the host gets few trials, few samples and patient watchdogs.
+    Interpreted launches take about 0.1 s, so the host gets few trials, few samples of what takes long, and patient
+    watchdogs.
     """
     base = Settings(backend=backend, world_size=world_size, trials=160, patience=48)
     if backend == "host":
@@ -273,8 +274,10 @@ def _settings(spec: MachineSpec, backend: Literal["cuda", "host"], world_size: i
             trials=8,
             patience=0,
             first_rounds=2,
-            more_rounds=3,
-            final_rounds=3,
+            more_rounds=8,
+            final_rounds=8,
+            host_calls=20,
+            round_budget_us=200_000.0,
             trial_timeout_s=60.0,
             peer_timeout_s=20.0,
         )
