@@ -21,13 +21,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What is imported is compiled then; all of torch would take half a minute.
 INSTALL := $(PIP) install --quiet --no-compile
 
-.PHONY: help demo test test-all browser lint docs figures build wheel-check clean oldest-triton
+.PHONY: help demo test test-all lint docs figures build wheel-check clean oldest-triton
 
 help:
 	@echo "make demo   install, tune all_reduce on this machine, show what was won and why, and check the sums"
 	@echo "make test   run the tests but the slow ones (PYTEST_ARGS='-k name' for some of them)"
 	@echo "make test-all  run all tests, as CI does; with TUNEDCOMM_TEST_FULL=1 all cases of the sampled ones"
-	@echo "make browser  Debian's Chromium, without which the tests that open a report's page are skipped; as root"
 	@echo "make lint   ruff, mypy, import contracts, spelling"
 	@echo "make oldest-triton  the Triton that 'make test-all' compiles with besides the installed one, in $(OLDEST)"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
@@ -70,12 +69,8 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests -n $(JOBS) $(BY_FILE) -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed oldest-triton
-	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 REPORT_ARTIFACTS=$(CURDIR)/build/report \
+	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 \
 		$(BIN)/python -m pytest tests -n $(JOBS) $(BY_FILE) $(PYTEST_ARGS)
-
-browser:
-	@command -v chromium chromium-browser google-chrome >/dev/null || \
-		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,24 +27,6 @@ def test_answers_as_selection_does(tmp_path: Path) -> None:
     assert list(found) == list(map(problem, SIZES))
     assert_as_decided(found, snapshot_of(source))
     assert {answer.source for answer in found.values()} == {"exact"}
-
-
-def test_many_sizes_are_answered_as_few_are(tmp_path: Path) -> None:
-    """Near ties at every size, with sizes among them that only the library has, and candidates that failed."""
-    values = random.Random(7)
-    records = []
-    for index in range(80):
-        asked = problem(1024 + 256 * index)
-        records.append(trial("library", 10.0, problem=asked, final=True))
-        for variant in () if index % 9 == 4 else ("one_shot", "two_shot", "lamport"):
-            latency = values.choice([4.0, 4.01, 4.02, 4.3])
-            records.append(trial(variant, latency, problem=asked, final=True, config={"num_blocks": 1 + index % 2}))
-    records.append(trial("lamport", None, status="hung", problem=problem(4096 << 3), config={"num_blocks": 1}))
-    source = store(tmp_path / "source.db", records)
-    found = StoredCatalog(source).answers(H200, 4)
-    assert len(found) == 80
-    assert_as_decided(found, snapshot_of(source))
-    assert {answer.source for answer in found.values()} == {"exact", "interpolated"}
 
 
 def test_the_newest_stored_source_counts(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from tunedcomm import kernels
 from tunedcomm.cli import main
 from tunedcomm.db import engine, layers
 from tunedcomm.db.engine import file_system, network_of
-from tunedcomm.db.layers import Layer, load_snapshot, named_layers, writable_database
+from tunedcomm.db.layers import Layer, load_snapshot, writable_database
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, SettingError
+from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw,relatime 0 0
@@ -52,12 +52,6 @@ def test_file_system_of_a_path(path: str, kind: str) -> None:
     assert file_system(path, MOUNTS) == kind
 
 
-def test_a_table_that_says_nothing() -> None:
-    assert file_system("/data/x", "") == ""
-    assert file_system("/data/x", "s:/ /other nfs4 rw 0 0") == ""
-    assert file_system("/data/x", "s:/ / nfs4 rw 0 0") == "nfs4"
-
-
 @pytest.mark.parametrize(
     ("kind", "network"),
     [
@@ -74,23 +68,6 @@ def test_what_counts_as_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert network_of(tmp_path) == (kind if network else "")
     monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "no")
     assert network_of(tmp_path) == ""
-
-
-@pytest.mark.parametrize("value", ["sometimes", "per-host"])
-def test_a_setting_that_is_gone_names_its_successor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str
-) -> None:
-    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", value)
-    with pytest.raises(SettingError, match=r"site database"):
-        network_of(tmp_path)
-
-
-def test_links_are_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("/data/far")
-    asked = []
-    monkeypatch.setattr(engine, "file_system", lambda path, mounts: asked.append(path) or "ext4")
-    network_of(tmp_path / "link" / "tuned.db")
-    assert asked == ["/data/far/tuned.db"]
 
 
 def _store(path: Path, *records: object) -> None:
@@ -129,11 +106,6 @@ def test_verbs_that_change_a_database_refuse_it(shared: Path, verb: str) -> None
     assert "nfs4" in shown.output + str(shown.exception)
 
 
-def test_reading_takes_no_lock_and_leaves_nothing(shared: Path) -> None:
-    assert [row.candidate.variant for row in load_snapshot(H200, 4).rows] == ["one_shot"]
-    assert [entry.name for entry in shared.parent.iterdir()] == ["user.db"]
-
-
 def test_a_file_that_a_host_has_open_is_not_read(shared: Path) -> None:
     connection = sqlite3.connect(shared)
     connection.execute("UPDATE trial SET samples = 1")
@@ -162,9 +134,3 @@ def test_files_of_earlier_versions_are_found(
     shown = CliRunner().invoke(main.app, ["db", "import", str(own), "--db", str(local)])
     assert shown.exit_code == 0, shown.output
     assert len(load_snapshot(H200, 4, layers=[Layer("user", str(local))]).rows) == 1
-
-
-def test_local_files_are_written_as_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "file_system", lambda path, mounts: "ext4")
-    assert writable_database("/x/y.db") == "/x/y.db"
-    assert named_layers() == [Layer("user", str(tmp_path / "user.db"))]

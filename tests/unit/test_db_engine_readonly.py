@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -138,37 +137,3 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(
         with pytest.raises(DatabaseBusyError, match="while it was read"):
             _latencies(path)
         assert len(calls) > 2
-
-
-_MOUNTED = """
-import sys
-sys.path[:0] = {path!r}
-from db_samples import H200
-from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError
-found = load_snapshot(H200, 4, layers=[Layer("user", {database!r})], strict=True)
-print(sorted(row.latency_p50_us for row in found.rows))
-for target in ({database!r}, {database!r} + ".new"):
-    try:
-        Database.open(target, create=True)
-    except DatabaseAccessError as error:
-        print("TUNEDCOMM_DB" in str(error))
-"""
-
-
-@pytest.mark.parametrize(("mode", "killed"), [("wal", ""), ("delete", "")])
-def test_read_only_media(media: Path, mode: str, killed: str) -> None:
-    """A real read-only mount, on which root may not write either."""
-    path = _make(media, mode, killed=killed)
-    path.with_name(path.name + "-shm").unlink(missing_ok=True)
-    mount = f"mount --bind {media} {media} && mount -o remount,ro,bind {media}"
-    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*alone, mount], capture_output=True, check=False).returncode:
-        pytest.skip("this machine does not let the test mount anything")
-    code = _MOUNTED.format(path=sys.path, database=str(path))
-    command = f'{mount} && exec "$0" -c "$1"'
-    done = subprocess.run([*alone, command, sys.executable, code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    expected = [7.0 if killed else 5.0] * COMMITTED
-    assert done.stdout.split("\n") == [str(expected), "True", "True", ""]

@@ -141,14 +141,6 @@ def test_a_commit_whose_answer_was_lost_doubles_nothing(postgres_url: str, commi
         _check_all(patient, ids)
 
 
-def test_a_commit_that_sqlite_refuses_is_repeated(tmp_path: Path) -> None:
-    with Database.open(tmp_path / "tuned.db", create=True, patience_s=30) as patient:
-        seen = _lose_answers(patient, committed=False)
-        ids = _record_all(patient)
-        assert seen == ["lost", "kept"] * 4
-        _check_all(patient, ids)
-
-
 def test_a_second_attempt_waits_for_a_commit_that_is_still_under_way(postgres_url: str) -> None:
     """The connection broke, but the server has not noticed and carries the commit out later."""
     late: list[Any] = []
@@ -166,18 +158,6 @@ def test_a_second_attempt_waits_for_a_commit_that_is_still_under_way(postgres_ur
         ids = database.record([trial()])
         assert late[0].info.transaction_status.name == "IDLE"
         assert [record.id for record in database.trials()] == ids
-
-
-def test_a_server_that_does_not_say_what_became_of_a_commit_is_not_asked_twice(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Database.open(postgres_url, create=True, patience_s=30) as patient:
-        _lose_answers(patient, committed=True)
-        monkeypatch.setattr(patient._engine.dialect, "name", "another")
-        with pytest.raises(DatabaseAwayError):
-            patient.record([trial()])
-    with Database.open(postgres_url, readonly=True) as database:
-        assert len(database.trials()) == 1
 
 
 _ROWS = 60
@@ -270,21 +250,6 @@ def test_what_is_wrong_with_a_url_is_told(
     with pytest.raises(error, match=said):
         Database.open(url, create=True, patience_s=60)
     assert time.monotonic() - begin < 40
-
-
-def test_a_server_without_connections_to_spare_counts_as_away(
-    postgres_server: PostgresServer, postgres_url: str
-) -> None:
-    Database.open(postgres_url, create=True).close()
-    name = make_url(postgres_url).database
-    postgres_server.execute(f"ALTER DATABASE {name} CONNECTION LIMIT 0", "CREATE ROLE plain LOGIN SUPERUSER")
-    try:
-        postgres_server.execute("ALTER ROLE plain NOSUPERUSER")
-        url = make_url(postgres_url).set(username="plain").render_as_string(hide_password=False)
-        with pytest.raises(DatabaseAwayError, match="takes more connections"):
-            Database.open(url, readonly=True)
-    finally:
-        postgres_server.execute("DROP ROLE plain")
 
 
 def test_a_user_who_may_not_write_is_told_so(postgres_server: PostgresServer, postgres_url: str) -> None:

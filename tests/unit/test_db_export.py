@@ -3,8 +3,6 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import subprocess
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,12 @@ import pytest
 from db_samples import H200, OLDER, candidate, decide, problem, trial
 from transfer_samples import SIZES, config, everything, in_words, snapshot_of, store, sweep
 
-from tunedcomm.cli.explain import _stored_reasons
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
 from tunedcomm.errors import (
     DatabaseAccessError,
     DatabaseAwayError,
-    DatabaseBusyError,
     DatabaseCorruptError,
     DatabaseError,
 )
@@ -97,42 +93,6 @@ def test_keeps_winners_and_runners_up_only(source: Path, tmp_path: Path) -> None
             assert found == {**finals, ("two_shot", False): searched["two_shot"]}
 
 
-def test_keeps_the_newest_final_of_a_candidate(tmp_path: Path) -> None:
-    finals = [trial("one_shot", 5.0 + n, final=True, after=n) for n in range(3)]
-    export = export_database([store(tmp_path / "source.db", finals)], tmp_path / "out.db")
-    with Database.open(tmp_path / "out.db", immutable=True) as database:
-        assert [t.latency_p50_us for t in database.trials()] == [7.0]
-    assert export.left_out == 2
-    assert snapshot_of(tmp_path / "out.db").digest == snapshot_of(tmp_path / "source.db").digest
-
-
-def test_explains_as_its_source_does(source: Path, tmp_path: Path) -> None:
-    """Of variants without finals, that is: what has finals competes, and the comparison is the reason."""
-    export_database([source], tmp_path / "out.db")
-    finals = {(row.problem, row.candidate.variant) for row in snapshot_of(source).rows if row.final}
-
-    def reasons(path: Path, asked: Problem) -> dict[str, str]:
-        found = _stored_reasons(asked, H200, [Layer("user", str(path))])
-        return {name: reason for name, reason in found.items() if (asked, name) not in finals}
-
-    told = {asked: reasons(source, asked) for asked in map(problem, SIZES)}
-    assert {asked: reasons(tmp_path / "out.db", asked) for asked in told} == told
-    assert {"atomic", "one_shot", "two_shot"} <= {name for found in told.values() for name in found}
-
-
-def test_exports_of_exports_are_the_same(source: Path, tmp_path: Path) -> None:
-    """Nothing more is left out, for the file of a host that is merged with others."""
-    one = export_database([source], tmp_path / "one.db")
-    other = export_database([tmp_path / "one.db"], tmp_path / "other.db")
-    assert (other.left_out, other.rows) == (0, one.rows)
-
-
-def test_all_rows_if_asked_for(source: Path, tmp_path: Path) -> None:
-    export = export_database([source], tmp_path / "out.db", everything=True)
-    assert export.left_out == 0
-    assert everything(tmp_path / "out.db") == everything(source)
-
-
 def test_is_one_file_that_needs_no_other(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shipped"
     export = export_database([source], folder / "out.db")
@@ -160,16 +120,6 @@ def test_is_reproducible_and_says_its_digest(source: Path, tmp_path: Path) -> No
     shown = subprocess.run(["sha256sum", str(first.path)], capture_output=True, text=True, check=True)
     assert shown.stdout.split()[0] == first.sha256
     assert first.num_bytes == first.path.stat().st_size
-
-
-def test_reads_beside_a_writer(source: Path, tmp_path: Path) -> None:
-    with Database.open(source) as database:
-        database.record([trial("one_shot", 1.5, final=True, problem=problem(SIZES[2]), **config(2))])
-        assert source.with_name("source.db-wal").exists()
-        before = database.stats()
-        export = export_database([source], tmp_path / "out.db")
-        assert database.stats() == before
-    assert export.rows["finals"] == before["finals"]
 
 
 def test_merging_loses_nothing(tmp_path: Path) -> None:
@@ -206,15 +156,6 @@ def test_merging_a_copy_changes_nothing(source: Path, tmp_path: Path) -> None:
         assert snapshot_of(both.path).digest == snapshot_of(alone.path).digest
 
 
-def test_merging_knows_the_newest_source_of_a_variant(tmp_path: Path) -> None:
-    """Finals of an older kernel must not hide what was measured of the newer one, whichever file comes first."""
-    old = store(tmp_path / "old.db", [trial("one_shot", 5.0, final=True, source_hash="outdated")])
-    new = store(tmp_path / "new.db", [trial("one_shot", 4.0, after=50, problem=problem())])
-    for sources in ([old, new], [new, old]):
-        export = export_database(sources, tmp_path / "out.db", force=True)
-        assert decide(snapshot_of(export.path)).candidate == candidate("one_shot")
-
-
 def test_of_two_pins_the_newer_is_kept(tmp_path: Path) -> None:
     paths = [tmp_path / "a.db", tmp_path / "b.db"]
     for path, reason in zip(paths, ("earlier", "later"), strict=True):
@@ -225,20 +166,6 @@ def test_of_two_pins_the_newer_is_kept(tmp_path: Path) -> None:
         export = export_database(sources, tmp_path / "out.db", force=True)
         with Database.open(export.path, readonly=True) as database:
             assert [pin.reason for pin in database.pins()] == ["later"]
-
-
-def test_a_run_that_ended_after_the_copy_has_ended(tmp_path: Path) -> None:
-    path, copy = tmp_path / "a.db", tmp_path / "copy.db"
-    with Database.open(path, create=True) as database:
-        run = database.start_run(command="tune", seed=None, budget="", host="node")
-        database.record([replace(trial(final=True), run_id=run)])
-    shutil.copy(path, copy)
-    with Database.open(path) as database:
-        database.finish_run(run)
-    export = export_database([copy, path], tmp_path / "out.db")
-    with Database.open(export.path, readonly=True) as database:
-        (only,) = database.runs()
-    assert only.finished_at is not None
 
 
 def refused(error: type[DatabaseError], sources: list[Any], out: Path, *, force: bool = False) -> str:
@@ -272,41 +199,11 @@ def test_does_not_replace_what_the_sources_lack(source: Path, tmp_path: Path) ->
         assert export_database([source], out, force=True).rows["finals"] > 1
 
 
-def test_does_not_replace_pins_that_the_sources_lack(source: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copy(source, tmp_path / "out.db"))
-    with Database.open(out) as database:
-        database.pin(problem(), candidate("two_shot"), environment=H200, reason="ticket 12")
-    assert "holds 1 pins that" in refused(DatabaseAccessError, [source], out, force=True)
-    with Database.open(source) as database:
-        database.pin(problem(), candidate("library"), environment=H200, reason="newer")
-    assert export_database([source], out, force=True).rows["finals"] > 1
-
-
-def test_replaces_an_empty_file(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.db"
-    out.touch()
-    assert export_database([source], out, force=True).rows["finals"] > 1
-
-
-def test_does_not_replace_what_is_no_database(source: Path, tmp_path: Path) -> None:
-    text = tmp_path / "notes.txt"
-    text.write_text("not a database")
-    assert "not a SQLite database" in refused(DatabaseCorruptError, [source], text, force=True)
-    assert "directory" in refused(DatabaseAccessError, [source], tmp_path, force=True)
-
-
 def test_does_not_replace_a_source(source: Path, tmp_path: Path) -> None:
     link = tmp_path / "link.db"
     link.symlink_to(source)
     for out in (source, link):
         assert "one of the sources" in refused(DatabaseAccessError, [source], out, force=True)
-
-
-def test_does_not_replace_an_open_database(source: Path, tmp_path: Path) -> None:
-    out = store(tmp_path / "out.db", [trial()])
-    with Database.open(out) as database:
-        database.record([trial(latency_us=4.0)])
-        assert "out.db-wal" in refused(DatabaseBusyError, [source], out, force=True)
 
 
 def test_refuses_what_can_hold_nothing(tmp_path: Path) -> None:
@@ -338,15 +235,6 @@ def test_a_server_is_exported_like_a_file_with_its_rows(source: Path, postgres_u
     assert both.sources[1].known == both.sources[1].trials == out.rows["trials"]
 
 
-def test_refuses_sources_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged.db"
-    damaged.write_bytes(b"no database at all " * 100)
-    refused(DatabaseAccessError, [source, tmp_path / "absent.db"], tmp_path / "out.db")
-    refused(DatabaseCorruptError, [source, damaged], tmp_path / "out.db")
-    with pytest.raises(ValueError, match="at least one"):
-        export_database([], tmp_path / "out.db")
-
-
 @pytest.mark.parametrize(
     ("statement", "complaint"),
     [
@@ -362,32 +250,3 @@ def test_refuses_sources_that_contradict(source: Path, tmp_path: Path, statement
     text = refused(DatabaseCorruptError, [source, forged], tmp_path / "out.db")
     assert complaint in text
     assert str(forged) in text
-
-
-def test_foreign_tables_and_triggers_stay_behind(source: Path, tmp_path: Path) -> None:
-    with sqlite3.connect(source) as plain:
-        plain.execute("CREATE TABLE extra (x)")
-        plain.execute("CREATE TRIGGER gone AFTER INSERT ON trial BEGIN DELETE FROM trial; END")
-    export = export_database([source], tmp_path / "out.db")
-    with sqlite3.connect(export.path) as plain:
-        names = {name for (name,) in plain.execute("SELECT name FROM sqlite_master")}
-    assert not names & {"extra", "gone"}
-    assert export.rows["finals"] > 0
-
-
-def test_a_directory_that_cannot_be_written_is_named(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "cannot open database" in refused(DatabaseAccessError, [source], source / "out.db")
-
-    def deny(**_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", deny)
-    assert f"cannot write {tmp_path / 'out.db'}" in refused(DatabaseAccessError, [source], tmp_path / "out.db")
-
-
-def test_needs_no_torch() -> None:
-    code = "import sys, tunedcomm.db.transfer; print(sorted({'torch', 'triton', 'optuna'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

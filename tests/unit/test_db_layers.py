@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pwd
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from db_samples import H200, problem, trial
+from db_samples import H200, trial
 
 from tunedcomm.cli import main
 from tunedcomm.cli.stored import read_layers
-from tunedcomm.db import engine
 from tunedcomm.db import layers as layers_module
 from tunedcomm.db import misses as miss_log
 from tunedcomm.db.layers import (
@@ -81,13 +77,6 @@ def test_without_a_home_the_other_layers_serve(
 
 
 @pytest.mark.usefixtures("homeless")
-def test_every_version_of_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.platformdirs, "user_data_dir", lambda *_, **__: "~/.local/share/tunedcomm")
-    with pytest.raises(DatabaseAccessError, match="no home directory"):
-        engine.data_directory()
-
-
-@pytest.mark.usefixtures("homeless")
 def test_without_a_home_writing_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,53 +113,6 @@ def test_a_site_database_in_a_home_that_is_not_known(
     for _ in range(2):
         assert load_snapshot(H200, 4).rows == ()
     assert len(caplog.records) == 2, "it is not taken for one that was never made"
-
-
-@pytest.mark.parametrize("where", ["/nonexistent/home", "/dev/null"])
-def test_a_home_that_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str) -> None:
-    for name in ("XDG_DATA_HOME", "TUNEDCOMM_DB"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", where)
-    if os.geteuid() == 0:  # who could make the directory
-        os.seteuid(65534)
-    try:
-        for _ in range(2):
-            assert load_snapshot(H200, 4).rows == ()
-        assert len(caplog.records) == (where == "/dev/null"), "that a database was never made is no fault"
-        with pytest.raises(DatabaseAccessError, match="TUNEDCOMM_DB"):
-            Database.open(writable_database(), create=True)
-    finally:
-        if os.getuid() == 0:
-            os.seteuid(0)
-
-
-def test_a_home_that_may_not_be_written(
-    ordinary_user: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Reading needs nothing of it; only the log of misses has to do without, which is said once."""
-    monkeypatch.delenv("TUNEDCOMM_DB")
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(ordinary_user))
-    if os.geteuid() == 0:
-        os.seteuid(65534)
-    else:
-        ordinary_user.chmod(0o555)
-    misses._forget()
-    for _ in range(2):
-        load_snapshot(H200, 4)
-        for message_bytes in (2, 4):
-            counter = misses.counter(_first_rank(), problem(message_bytes), "library")
-            assert counter is not None
-            counter.count += 1
-        misses.flush()
-    misses._forget()
-    with pytest.raises(DatabaseAccessError, match="or set TUNEDCOMM_DB to another file"):
-        Database.open(writable_database(), create=True)
-    if os.getuid() == 0:
-        os.seteuid(0)
-    ordinary_user.chmod(0o755)
-    assert len(caplog.records) == 1
-    assert "set TUNEDCOMM_MISS_LOG to a file that can be written" in caplog.text
 
 
 def test_site_lists_of_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,45 +153,6 @@ def test_bad_entries_are_said_once_and_the_others_serve(
     assert len(caplog.records) == 4
 
 
-def test_the_directory_may_vanish_while_many_make_it(tmp_path: Path) -> None:
-    """First starts of many ranks at once, and a cleaner of temporary files among them."""
-    path = tmp_path / "a" / "b" / "tuned.db"
-    stop = threading.Event()
-
-    def clean() -> None:
-        while not stop.is_set():
-            for folder in (path.parent, path.parent.parent):
-                try:
-                    folder.rmdir()
-                except OSError:
-                    continue
-            time.sleep(0.0005)
-
-    def make() -> None:
-        try:
-            with Database.open(path, create=True) as database:
-                database.record([trial()])
-            done.append(True)
-        except DatabaseAccessError as error:  # removed between directory and file
-            said.append(str(error))
-
-    done: list[bool] = []
-    said: list[str] = []
-    cleaner = threading.Thread(target=clean)
-    cleaner.start()
-    makers = [threading.Thread(target=make) for _ in range(8)]
-    for maker in makers:
-        maker.start()
-    for maker in makers:
-        maker.join(60)
-    stop.set()
-    cleaner.join()
-    assert len(done) + len(said) == 8
-    assert done
-    with Database.open(path, readonly=True) as database:
-        assert len(database.trials()) == len(done)
-
-
 # What each rank sees
 
 
@@ -286,22 +189,3 @@ def test_ranks_that_see_other_databases(
     assert len(differences(sites)) == 3
     assert differences([one] + [_seen(monkeypatch, other)] * 20)[0].startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and more")
     assert caplog.records == []
-
-
-def test_packaged_databases_are_told_apart_by_name_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    views = []
-    for name, content in (("a", b"12"), ("b", b"12"), ("c", b"123")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "shipped.db").write_bytes(content)
-        os.utime(tmp_path / name / "shipped.db", (len(views), len(views)))
-        monkeypatch.setattr(layers_module, "packaged_databases", lambda name=name: [tmp_path / name / "shipped.db"])
-        views.append(layer_fingerprints())
-    assert differences(views[:2]) == []
-    assert differences(views[::2]) == ["rank 1 has shipped.db as packaged database where rank 0 has shipped.db"]
-
-
-def test_warnings_are_given_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "tunedcomm"):
-        for text in ("50 %d", "other", "50 %d"):
-            engine.warn_once(text)
-    assert [record.getMessage() for record in caplog.records] == ["50 %d", "other"]

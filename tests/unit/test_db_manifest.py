@@ -19,8 +19,8 @@ from tunedcomm.cli import main
 from tunedcomm.db.layers import packaged_databases, site_databases
 from tunedcomm.db.manifest import manifest_path, verify_manifest
 from tunedcomm.db.store import Database
-from tunedcomm.db.transfer import Form, cluster_file, export_database, import_databases, merge_databases, path_setting
-from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError
+from tunedcomm.db.transfer import Form, cluster_file, export_database, import_databases, merge_databases
+from tunedcomm.errors import DatabaseCorruptError
 
 
 def said(path: Path) -> dict[str, Any]:
@@ -65,16 +65,6 @@ def test_its_command_makes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert manifest_path(Path("out.jsonl")).read_bytes() == manifest
 
 
-def test_holds_no_password(tmp_path: Path, postgres_url: str) -> None:
-    with Database.open(postgres_url, create=True) as database:
-        database.record([trial()])
-    url = postgres_url.replace("postgres@", "postgres:secret@", 1) if "postgres@" in postgres_url else postgres_url
-    export_database([url], tmp_path / "out.db")
-    text = manifest_path(tmp_path / "out.db").read_text()
-    assert "postgresql" in text
-    assert "secret" not in text
-
-
 CHANGES: list[Callable[[Path], object]] = [
     lambda path: path.write_bytes(path.read_bytes()[:-1]),
     lambda path: path.write_bytes(path.read_bytes() + b"\n"),
@@ -105,19 +95,6 @@ def test_a_file_that_changed_is_not_brought(tmp_path: Path, form: Form, change: 
     assert not verify_manifest(out)
 
 
-def test_a_manifest_of_nothing_is_an_error(tmp_path: Path) -> None:
-    out = tmp_path / "out.db"
-    source = store(tmp_path / "source.db", [trial(final=True)])
-    export_database([source], out)
-    out.unlink()
-    with pytest.raises(DatabaseAccessError, match="cannot read"):
-        verify_manifest(out)
-    with pytest.raises(DatabaseAccessError, match=r"manifest\.json exists already"):
-        export_database([source], out)
-    export_database([source], out, force=True)
-    assert verify_manifest(out)
-
-
 def test_a_cluster_reads_the_file_under_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store(tmp_path / "source.db", [trial(final=True)])
     shared = tmp_path / "shared 1:2"
@@ -143,19 +120,10 @@ def test_a_cluster_reads_the_file_under_its_setting(tmp_path: Path, monkeypatch:
     assert site_databases() == [str(shared / "h200-prod.db")]
 
 
-def test_a_path_without_colons_needs_no_separator(tmp_path: Path) -> None:
-    assert path_setting(tmp_path / "a.db") == f"TUNEDCOMM_DB_PATH={tmp_path / 'a.db'}"
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "a b", "H200", "h200.db", "-x", "x-", "a;b", "a" * 65])
+@pytest.mark.parametrize("name", ["", "../up", "a b", "H200", "h200.db", "-x", "a" * 65])
 def test_names_of_clusters_are_checked(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot name a cluster"):
         cluster_file(name, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["h200", "h200-nvswitch18-x4", "a", "site.1_b", "a" * 64])
-def test_names_of_clusters(name: str, tmp_path: Path) -> None:
-    assert cluster_file(name, tmp_path) == tmp_path / f"{name}.db"
 
 
 @pytest.mark.parametrize("path", packaged_databases(), ids=lambda path: path.name)

@@ -72,12 +72,6 @@ def _name(constraint: sa.Constraint) -> str:
     return formatted.strip('"')
 
 
-def test_every_column_is_explained() -> None:
-    for name, model in MODELS.items():
-        for column in model.columns:
-            assert column.comment or column.name == "id", f"{name}.{column.name} has no comment"
-
-
 def test_comments_of_migrations_equal_the_models() -> None:
     """SQLite stores no comments, so the texts of the revisions after the first are looked through."""
     engine = sa.create_engine(f"sqlite:///{DATA / 'revision_0001.db'}")
@@ -125,12 +119,3 @@ def test_a_database_of_each_revision_opens_and_upgrades(tmp_path: Path, revision
     found = load_snapshot(H200, 4, layers=[Layer("packaged", str(path))], strict=True)
     assert {row.candidate.variant for row in found.rows} == {"lamport", "library", "one_shot"}
     assert len(found.pins) == 1
-
-
-def test_opening_an_up_to_date_database_does_not_change_it(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.db"
-    shutil.copy(DATA / f"revision_{HEAD}.db", path)
-    with Database.open(path) as database:
-        before = database.stats()
-    with Database.open(path) as database:
-        assert database.stats() == before

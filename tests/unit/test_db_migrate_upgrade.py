@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import shutil
 import sqlite3
 import stat
@@ -24,7 +22,7 @@ from tunedcomm.db.engine import upgrade_database
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.schema import VERSION_TABLE
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
+from tunedcomm.errors import DatabaseVersionError
 
 ASSET = Path(__file__).parent.parent / "data" / f"revision_{schema.HEAD}.db"
 OLD, NEW = schema.HEAD, "0004"
@@ -125,13 +123,6 @@ def test_check_changes_nothing(old: Path, newer: Path) -> None:
     assert [path.name for path in old.parent.iterdir() if path.is_file()] == ["tuned.db"]
 
 
-def test_up_to_date_file_is_not_written(old: Path) -> None:
-    before = old.read_bytes()
-    assert not upgrade_database(old).is_needed
-    assert old.read_bytes() == before
-    assert [path.name for path in old.parent.iterdir()] == ["tuned.db"]
-
-
 @pytest.mark.parametrize("check", [True, False])
 def test_newer_schema_is_refused_and_left_alone(old: Path, check: bool) -> None:
     with closing(sqlite3.connect(old)) as plain:
@@ -142,19 +133,6 @@ def test_newer_schema_is_refused_and_left_alone(old: Path, check: bool) -> None:
         upgrade_database(old, check=check)
     assert old.read_bytes() == before
     assert [path.name for path in old.parent.iterdir()] == ["tuned.db"]
-
-
-def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
-    other = tmp_path / "other.db"
-    with closing(sqlite3.connect(other)) as plain:
-        plain.execute("CREATE TABLE theirs (id INTEGER)")
-    with pytest.raises(DatabaseCorruptError, match="no tunedcomm tables"):
-        upgrade_database(other)
-    with pytest.raises(DatabaseAccessError, match="does not exist"):
-        upgrade_database(tmp_path / "none.db")
-    (tmp_path / "text.db").write_text("words" * 100, encoding="utf-8")
-    with pytest.raises(DatabaseCorruptError, match="not a SQLite database"):
-        upgrade_database(tmp_path / "text.db")
 
 
 def test_failed_upgrade_leaves_the_file_and_no_copy(old: Path, newer: Path) -> None:
@@ -171,36 +149,6 @@ def make_revision_failing(folder: Path) -> None:
     source = Path(schema.__file__).parent / "migrations"
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "versions" / "r0004_colour.py").write_text(REVISION % "1 / 0", encoding="utf-8")
-
-
-def _upgrade_and_die(path: Path, folder: Path) -> None:
-    """In a process of its own: killed within the revision, after its first statements."""
-    make_revision(folder, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    engine.MIGRATIONS, engine.REVISIONS, engine.HEAD, schema.HEAD = folder, (*schema.REVISIONS, NEW), NEW, NEW  # type: ignore[misc]
-    upgrade_database(path)
-
-
-def test_killed_upgrade_leaves_the_file_as_it_was(old: Path, tmp_path: Path) -> None:
-    before = contents(old)
-    process = multiprocessing.get_context("spawn").Process(target=_upgrade_and_die, args=(old, tmp_path / "killed"))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -9
-    with Database.open(old) as database:  # this tunedcomm knows the old schema alone
-        assert len(database.trials()) == 9
-    assert contents(old) == before
-
-
-def test_a_copy_that_cannot_be_made_is_named(old: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(shutil, "copymode", no_space)
-    before = contents(old)
-    with pytest.raises(DatabaseAccessError, match=r"bak-0003.*No space left"):
-        upgrade_database(old)
-    assert contents(old) == before
-    assert [path.name for path in old.parent.glob(".*")] == []
 
 
 def test_reading_an_older_schema_names_the_verb_and_layers_go_on(
@@ -224,25 +172,6 @@ def test_opening_to_write_upgrades_with_a_copy_too(old: Path, newer: Path, caplo
         assert database.schema_version == NEW
     assert old.with_name("tuned.db.bak-0003").exists()
     assert "bak-0003 is as it was" in caplog.text
-
-
-def _upgrade_at_once(path: Path, folder: Path, barrier: Any) -> None:
-    engine.MIGRATIONS, engine.REVISIONS, engine.HEAD, schema.HEAD = folder, (*schema.REVISIONS, NEW), NEW, NEW  # type: ignore[misc]
-    barrier.wait()
-    upgrade_database(path)
-
-
-@pytest.mark.slow
-def test_several_at_once_upgrade_once(old: Path, newer: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(3)
-    processes = [context.Process(target=_upgrade_at_once, args=(old, newer, barrier)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert len(list(old.parent.glob("*bak*"))) == 1
 
 
 def test_server_is_upgraded(postgres_url: str, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from db_samples import H200, candidate, problem, trial
 from transfer_samples import H100, store
 
 from tunedcomm.db.layers import packaged_databases
-from tunedcomm.db.nccl_csv import nccl_csv
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
 from tunedcomm.errors import UnknownNameError
@@ -120,18 +118,6 @@ def test_names_what_works_most_like_the_winner(source: Path, tmp_path: Path) -> 
     assert "Not measured" in text
 
 
-def test_ranges_touch_and_do_not_overlap(source: Path, tmp_path: Path) -> None:
-    rows = exported(source, tmp_path / "nccl.csv")
-    assert rows[0].low == 1024
-    assert rows[-1].high == math.isqrt(65536 * 262144)
-    assert [row.low for row in rows[1:]] == [row.high + 1 for row in rows[:-1]]
-    # The border between two measured sizes lies as far from one as from the other.
-    assert rows[0].high == 2048
-    assert chosen(rows, 1023) is None
-    assert {row.nodes for row in rows} == {1}
-    assert {row.ranks for row in rows} == {4}
-
-
 @pytest.mark.parametrize("path", packaged_databases(), ids=lambda path: path.name)
 def test_shipped_databases_cover_what_was_tuned(path: Path, tmp_path: Path) -> None:
     rows = exported(path, tmp_path / "nccl.csv")
@@ -172,15 +158,3 @@ def test_one_kind_of_hardware_has_to_be_named(tmp_path: Path) -> None:
     assert not (tmp_path / "nccl.csv").exists()
     assert [row.algorithm for row in exported(source, tmp_path / "nccl.csv", hardware="h200")] == ["tree"]
     assert [row.algorithm for row in exported(source, tmp_path / "nccl.csv", hardware=H100.digest[:6])] == ["ring"]
-
-
-def test_names_from_a_database_stay_comments(tmp_path: Path) -> None:
-    hostile = "x\nallreduce,0,4294967295,ring,ll,1,-1,-1 " + "y" * 300
-    from dataclasses import replace
-
-    records = [replace(record, environment=replace(H200, gpu=hostile)) for record in winners(b1024="lamport")]
-    records.append(trial(hostile, 4.0, final=True, problem=problem(4096), environment=records[0].environment))
-    source = store(tmp_path / "source.db", records)
-    lines = list(nccl_csv(source))
-    assert all(len(line) < 255 for line in lines)
-    assert [row.algorithm for row in read_as_nccl_does("".join(f"{line}\n" for line in lines).encode())] == ["tree"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import sqlite3
-import time
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +17,6 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.cli.db import parse_age
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.maintenance import FAILURES, Pruned, Selection, prune
 from tunedcomm.db.records import FAILED, STATUSES, Trial
@@ -81,7 +78,7 @@ def trials_of(path: Path | str) -> list[Trial]:
         return database.trials()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_superseded_changes_no_decision(tmp_path: Path, seed: int) -> None:
     path = make(tmp_path / "tuned.db", seed)
     before, kept = snapshots(path), {t.id for t in trials_of(path)}
@@ -187,15 +184,6 @@ def test_what_failed_is_not_used_before_it_is_measured_again(tmp_path: Path, sta
     ]
 
 
-def test_failure_that_is_over_takes_nothing_along(tmp_path: Path) -> None:
-    failure = trial(latency_us=None, status="incorrect")
-    path = record(tmp_path / "tuned.db", failure, trial(final=True, after=5), trial("library", 10.0, final=True))
-    assert chosen(4096, path) == "one_shot"
-    done = pruned(path, failed=True)
-    assert (done.trials, done.along, done.kept) == (1, 0, 0)
-    assert chosen(4096, path) == "one_shot"
-
-
 def test_failure_that_hides_another_database_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = record(tmp_path / "site.db", trial(final=True), trial("library", 10.0, final=True))
     failures = [trial(v, None, status="hung", after=5) for v in ("one_shot", "two_shot")]
@@ -214,18 +202,6 @@ def test_failure_that_hides_another_database_stays(tmp_path: Path, monkeypatch: 
     assert chosen(4096, path, site) == "one_shot"
     assert invoke("--db", str(path), "--failed", "--yes")[0] == 0
     assert trials_of(path) == []
-
-
-def test_nothing_selected_is_nothing_asked_for() -> None:
-    with pytest.raises(ValueError, match="remove every trial"):
-        Selection()
-
-
-def test_variant_of_another_version_is_not_stale(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.db"
-    with Database.open(path, create=True) as database:
-        database.record([trial("warp_drive", source_hash="old"), trial("library", source_hash="old")])
-        assert prune(database, Selection(stale=True), hash_of).trials == 0
 
 
 def test_what_nothing_refers_to_goes_too(tmp_path: Path) -> None:
@@ -255,17 +231,6 @@ def test_file_gets_smaller(tmp_path: Path) -> None:
         assert plain.execute("PRAGMA freelist_count").fetchone() == (0,)
         assert plain.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert plain.execute("PRAGMA foreign_key_check").fetchall() == []
-
-
-def test_dry_run_needs_no_right_to_write(tmp_path: Path) -> None:
-    path = make(tmp_path / "tuned.db", 4)
-    with closing(sqlite3.connect(path)) as plain:
-        plain.execute("PRAGMA journal_mode=DELETE")
-    before = path.read_bytes()
-    with Database.open(path, immutable=True) as database:
-        assert prune(database, Selection(superseded=True), hash_of).trials > 0
-    assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["tuned.db"]
 
 
 def test_reader_keeps_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,57 +268,6 @@ def test_server(postgres_url: str) -> None:
         assert superseded.trials > 0
 
 
-def _write(path: Path, number: int, seconds: float, counted: Any) -> None:
-    source = random.Random(number)
-    stored = 0
-    end = time.monotonic() + seconds
-    with Database.open(path) as database:
-        run = database.start_run(command=f"writer {number}", seed=None, budget="", host="node")
-        while time.monotonic() < end:
-            made = replace(random_trial(source), run_id=run, source_hash="current", environment=H200)
-            stored += len(database.record([made]))
-    counted.put(stored)
-
-
-def _read(path: Path, seconds: float, counted: Any) -> None:
-    reads = 0
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        load_snapshot(H200, 4, layers=[Layer("user", str(path))], strict=True)
-        reads += 1
-    counted.put(reads)
-
-
-@pytest.mark.slow
-def test_writers_and_readers_go_on(tmp_path: Path) -> None:
-    """Nothing that was not selected is lost, and nobody sees an error."""
-    path = make(tmp_path / "tuned.db", 7, count=2000)
-    context = multiprocessing.get_context("spawn")
-    counted, seconds = context.Queue(), 4.0
-    writers = [context.Process(target=_write, args=(path, number, seconds, counted)) for number in range(2)]
-    readers = [context.Process(target=_read, args=(path, seconds, counted))]
-    for process in (*writers, *readers):
-        process.start()
-    first = pruned(path, stale=True)
-    assert first.trials > 0
-    rounds = 0
-    while any(process.is_alive() for process in (*writers, *readers)):
-        assert pruned(path, environments=(OLDER.digest,)).trials == 0 or rounds == 0
-        rounds += 1
-        time.sleep(0.1)
-    for process in (*writers, *readers):
-        process.join()
-        assert process.exitcode == 0
-    numbers = [counted.get(timeout=10) for _ in range(3)]
-    assert rounds > 3
-    assert min(numbers) > 0
-    with closing(sqlite3.connect(path)) as plain:
-        written = plain.execute("SELECT count(*) FROM trial JOIN run ON run.id = run_id WHERE command LIKE 'writer%'")
-        assert written.fetchone()[0] in (sum(numbers[:2]), sum(numbers[1:]), numbers[0] + numbers[2])
-        assert plain.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        assert plain.execute("PRAGMA foreign_key_check").fetchall() == []
-
-
 def invoke(*arguments: str) -> tuple[int, str, str]:
     shown = CliRunner().invoke(main.app, ["db", "prune", *arguments])
     return shown.exit_code, shown.stdout, shown.stderr
@@ -388,8 +302,3 @@ def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
         main.run(["db", "prune", "--db", str(path), *arguments])
     assert caught.value.code == 2
     assert len(trials_of(path)) == 20
-
-
-def test_ages() -> None:
-    ages = {"36h": timedelta(hours=36), "90d": timedelta(days=90), " 2W ": timedelta(weeks=2)}
-    assert {text: parse_age(text) for text in ages} == ages

@@ -19,7 +19,7 @@ from transfer_samples import (
 )
 
 from tunedcomm.db.store import Database
-from tunedcomm.db.transfer import export_database, import_databases, merge_databases
+from tunedcomm.db.transfer import import_databases, merge_databases
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError, DatabaseVersionError
 
 
@@ -39,40 +39,21 @@ def kind_of(line: str) -> str:
 
 CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("trial", {"latency_p50_us": -1.0}, "latency_p50_us is not a time in µs: -1.0"),
-    ("trial", {"latency_p50_us": "fast"}, "latency_p50_us is not a time in µs: 'fast'"),
     ("trial", {"latency_p50_us": None}, "an ok trial without latency_p50_us"),
-    ("trial", {"latency_p50_us": 10**400}, "latency_p50_us is not a time in µs: 1000"),
     ("trial", {"status": "splendid"}, "unknown status 'splendid'"),
-    ("trial", {"status": ["ok"]}, "status is not a text: ['ok']"),
     ("trial", {"samples": 2**40}, "samples is not an integer >= 0 of 32 bits"),
-    ("trial", {"samples": True}, "samples is not an integer"),
-    ("trial", {"final": 1}, "final is not true or false: 1"),
     ("trial", {"created_at": "yesterday"}, "yesterday"),
-    ("trial", {"created_at": 5}, "not a time: 5"),
-    ("trial", {"created_at": "0001-01-01T00:00:00+12:00"}, "not a time that UTC knows"),
-    ("trial", {"created_at": None}, "created_at is missing"),
     ("trial", {"error": "NaN"}, "error is not a number: 'NaN'"),
     ("trial", {"reason": "\x00"}, "reason holds a NUL"),
-    ("trial", {"reason": "\ud800"}, "surrogates not allowed"),
     ("trial", {"reason": "x" * 200_000}, "reason is too long"),
     ("trial", {"config": {"num_blocks": [1]}}, "config is not a flat JSON object"),
-    ("trial", {"config": "DROP TABLE trial"}, "config is not a flat JSON object"),
-    ("trial", {"config": None}, "config is not a flat JSON object"),
     ("trial", {"environment": "0" * 32}, "gives environment"),
-    ("trial", {"environment": []}, "gives environment"),
-    ("trial", {"variant": "unheard_of"}, "gives variant"),
-    ("trial", {"run": "0" * 16}, "gives run"),
-    ("trial", {"problem": "all_reduce"}, "problem is not an object"),
     ("trial", {"problem": {}}, "op is missing"),
     ("trial", {"id": 7}, "unknown field 'id'"),
     ("trial", {"kind": "trail"}, "kind is 'trail', not one of environment, run"),
-    ("trial", {"kind": None}, "kind is None"),
-    ("environment", {"num_sms": -4}, "num_sms is not an integer >= 0"),
     ("environment", {"num_sms": 131}, "that of its fields is"),
-    ("run", {"command": "rm"}, "that of its fields is"),
     ("run", {"seed": 2**63}, "seed is not an integer"),
     ("variant", {"numerics": "sloppy"}, "unknown numerics class 'sloppy'"),
-    ("variant", {"variant": ""}, "a variant without a name"),
     ("pin", {"environment": "0" * 32}, "gives environment"),
     ("end", {"lines": 1}, "does not count the lines"),
 ]
@@ -107,12 +88,8 @@ def test_a_line_that_makes_no_sense_is_named(
 BROKEN: list[tuple[str, Callable[[list[str]], str], str]] = [
     ("cut off", lambda lines: "\n".join(lines)[:-20], "line {last}: it is cut off"),
     ("lines missing", lambda lines: "\n".join(lines[:-3]) + "\n", "does not count the lines"),
-    ("lines added", lambda lines: "\n".join([*lines, lines[-2]]) + "\n", "it comes after the end"),
-    ("a trial twice as long", lambda lines: "\n".join([*lines[:-1], lines[-2], lines[-1]]) + "\n", "second pin"),
     ("no header", lambda lines: "\n".join(lines[1:]) + "\n", "line 1: the first line must begin"),
     ("nested", lambda lines: "\n".join([lines[0], '{"a":' * 5000 + "1" + "}" * 5000, ""]), "line 2: "),
-    ("not JSON", lambda lines: "\n".join([lines[0], "{,}", ""]), "line 2: "),
-    ("no object", lambda lines: "\n".join([lines[0], "[1]", ""]), "line 2: it is no JSON object"),
     ("NaN", lambda lines: "\n".join([lines[0], '{"kind":NaN}', ""]), "line 2: NaN is not JSON"),
     ("very long", lambda lines: "\n".join([lines[0], '{"a":"' + "x" * (1 << 20) + '"}', ""]), "line 2: it is longer"),
     ("not UTF-8", lambda lines: lines[0] + '\n{"a":"\udcff"}\n', "line 2: "),
@@ -167,18 +144,6 @@ def test_a_row_that_makes_no_sense_is_named(tmp_path: Path, statement: str, comp
         assert f"{source}, {complaint}" in refused(DatabaseCorruptError, source, target, bring)
 
 
-def test_exports_skip_what_makes_no_sense_and_say_so(tmp_path: Path) -> None:
-    source = store(tmp_path / "source.db", [trial(), trial("lamport", 4.0, after=1)])
-    with sqlite3.connect(source) as plain:
-        plain.execute("UPDATE trial SET status = 'splendid' WHERE id = 1")
-    export = export_database([source], tmp_path / "out.jsonl", form="jsonl", everything=True)
-    assert export.skipped.count == 1
-    assert export.skipped.first.startswith("trial 1: unknown status 'splendid'")
-    assert import_databases([tmp_path / "out.jsonl"], tmp_path / "copy.db").added == 1
-    with pytest.raises(DatabaseCorruptError, match="trial 1: unknown status"):
-        export_database([source], tmp_path / "out.db")
-
-
 def test_other_files_are_refused(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("neither of them")
@@ -194,18 +159,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one"):
         import_databases([], target)
     assert not target.exists()
-
-
-def test_one_bad_source_of_several_brings_nothing(exported: list[str], tmp_path: Path) -> None:
-    good = store(tmp_path / "good.db", [trial()])
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("\n".join(exported[:-1]) + "\n")
-    target = store(tmp_path / "target.db", [trial("lamport", 2.0)])
-    before = everything(target)
-    for bring in (import_databases, merge_databases):
-        with pytest.raises(DatabaseCorruptError, match=r"bad\.jsonl, line"):
-            bring([good, bad], target)
-        assert everything(target) == before
 
 
 def test_sources_that_contradict_bring_nothing(database_url: str, tmp_path: Path) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import random
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot, trial
+from db_samples import H200, OLDER, candidate, problem, row, snapshot, trial
 
 from tunedcomm.db import layers as layers_module
-from tunedcomm.db.layers import Layer, layers, load_snapshot, packaged_databases, user_database
+from tunedcomm.db.layers import Layer, layers, load_snapshot, packaged_databases
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.selection.snapshot import Failure, Pinned, Snapshot
@@ -30,34 +29,6 @@ def stored(path: Path, *records: Trial) -> Layer:
 
 def variants_of(found: Snapshot) -> list[str]:
     return [r.candidate.variant for r in found.rows]
-
-
-def _many() -> list[Trial]:
-    made = []
-    for e in range(4):
-        p = problem(4096 << e)
-        for i, variant in enumerate(["library", "one_shot", "two_shot"]):
-            made += [
-                trial(variant, 5.0 + i + e, problem=p, final=e < 2, samples=10 * i, after=i),
-                trial(variant, 4.0 + i + e, problem=p, environment=OLDER, after=i),
-                trial(variant, 9.0 + i, problem=p, config={"num_blocks": 64} if i else {}, after=i),
-                trial(variant, None, problem=p, status="pruned", config={"num_blocks": 2}),
-            ]
-        made.append(trial("lamport", None, problem=p, status="hung", config={"num_blocks": 1}))
-    return made
-
-
-def test_storing_order_does_not_matter(tmp_path: Path) -> None:
-    records = _many()
-    found_so_far = []
-    for seed in range(5):
-        random.Random(seed).shuffle(records)
-        half = random.Random(seed).randint(1, len(records) - 1)
-        layer = Layer("user", stored(tmp_path / f"{seed}.db", *records[:half]).target)
-        stored(tmp_path / f"{seed}.db", *records[half:])
-        found = load_snapshot(H200, 4, layers=[layer], strict=True)
-        found_so_far.append(replace(found, rows=tuple(replace(r, trial_id=None) for r in found.rows)))
-    assert all(found == found_so_far[0] for found in found_so_far)
 
 
 def test_pickling_is_exact_and_computes_the_digest_anew() -> None:
@@ -142,15 +113,6 @@ def test_all_finals_but_only_the_best_of_each_variant_where_there_are_none(tmp_p
     ]
 
 
-def test_finals_of_an_old_kernel_do_not_hide_what_was_measured_of_the_new_one(tmp_path: Path) -> None:
-    layer = stored(
-        tmp_path / "user.db", trial("one_shot", 3.0, final=True, source_hash="before"), trial("one_shot", 4.0, after=5)
-    )
-    found = load_snapshot(H200, 4, layers=[layer])
-    assert [r.source_hash for r in found.rows] == ["before", "current"]
-    assert decide(found).latency_us == 4.0
-
-
 def test_nearer_layers_come_first_but_finals_and_same_software_before_them(tmp_path: Path) -> None:
     user = stored(tmp_path / "user.db", trial("one_shot", 5.0), trial("two_shot", 5.0), trial("lamport", 5.0))
     site = stored(
@@ -189,12 +151,6 @@ def test_rows_of_older_software_are_used_with_one_note(tmp_path: Path, caplog: p
     assert all(r.drift for r in load_snapshot(other, 4, layers=[user]).rows)
 
 
-def test_tunedcomms_own_version_is_no_drift(tmp_path: Path) -> None:
-    user = stored(tmp_path / "user.db", trial(environment=replace(H200, tunedcomm="0.0.9")))
-    found = load_snapshot(H200, 4, layers=[user])
-    assert (found.notes, [r.drift for r in found.rows]) == ((), [False])
-
-
 @pytest.mark.parametrize("status", ["incorrect", "crashed", "hung"])
 def test_a_candidate_that_failed_later_is_dropped_from_every_layer(tmp_path: Path, status: str) -> None:
     failed = trial(latency_us=None, status=status, after=5)
@@ -207,17 +163,6 @@ def test_a_candidate_that_failed_later_is_dropped_from_every_layer(tmp_path: Pat
     found = load_snapshot(H200, 4, layers=[user, packaged])
     assert found.failures == ()
     assert variants_of(found) == ["one_shot", "two_shot"]
-
-
-def test_a_good_trial_after_a_failure_counts_even_where_finals_hide_it(tmp_path: Path) -> None:
-    failed = trial(latency_us=None, status="hung", after=5)
-    layer = stored(tmp_path / "user.db", trial(final=True), failed)
-    assert load_snapshot(H200, 4, layers=[layer]).rows == ()
-    stored(tmp_path / "user.db", trial(after=6))
-    found = load_snapshot(H200, 4, layers=[layer])
-    assert ([r.final for r in found.rows], found.failures) == ([True], ())
-    stored(tmp_path / "user.db", replace(failed, created_at=trial(after=7).created_at))
-    assert load_snapshot(H200, 4, layers=[layer]).rows == ()
 
 
 def test_a_trial_that_makes_no_sense_does_not_end_a_failure(tmp_path: Path) -> None:
@@ -260,18 +205,6 @@ def test_layers_are_user_then_site_then_packaged(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", "postgresql+psycopg://u@h:5432/t;/x/two.db")
     site = [layer.target for layer in layers() if layer.name == "site"]
     assert site == ["postgresql+psycopg://u@h:5432/t", "/x/two.db"]
-
-
-def test_where_the_user_database_lies_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TUNEDCOMM_DB")
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert user_database() == str(tmp_path / "tunedcomm" / "tuned.db")
-
-
-def test_a_user_database_that_was_never_made_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = load_snapshot(H200, 4, layers=[Layer("user", str(tmp_path / "never.db"))])
-    assert (found.rows, caplog.records) == ((), [])
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_packaged_databases_of_a_checkout_and_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.cli.db import format_age
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.maintenance import DatabaseStats, GroupStats, collect_stats
 from tunedcomm.db.records import Trial
@@ -21,7 +20,6 @@ from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide, source_hash_of
 from tunedcomm.spec import Problem
-from tunedcomm.tuner.search.sweep import SweepCounters
 
 CURRENT = {"library": "v1", "one_shot": "current", "two_shot": "current", "lamport": "current"}
 
@@ -87,13 +85,6 @@ def test_group(path: Path) -> None:
     assert (group.oldest, group.newest) == (START, START + timedelta(seconds=7))
 
 
-def test_groups_by_everything_that_matters(path: Path) -> None:
-    stats = stats_of(path)
-    assert group_of(stats, mode="eager").winners == {"one_shot": 1}
-    assert group_of(stats, world_size=2).problems == 1
-    assert group_of(stats, environment=OLDER).trials == {"ok": 1}
-
-
 def test_file(path: Path) -> None:
     stats = stats_of(path)
     assert (stats.target, stats.schema) == (str(path), HEAD)
@@ -134,15 +125,6 @@ def test_damaged_rows_are_left_out(path: Path) -> None:
     assert group_of(stats, environment=H200, world_size=4).oldest == START
 
 
-def test_age() -> None:
-    now = datetime.now(timezone.utc)
-    ages = {"now": 5, "2 min ago": 130, "3 h ago": 3 * 3600 + 5, "40 d ago": 40 * 86400 + 9}
-    for text, seconds in ages.items():
-        assert format_age(now - timedelta(seconds=seconds)) == text
-    assert format_age(None) == "-"
-    assert format_age(now + timedelta(hours=1)) == "now"
-
-
 def invoke(*arguments: str) -> tuple[int, str]:
     shown = CliRunner().invoke(main.app, ["db", "stats", *arguments])
     return shown.exit_code, shown.stdout
@@ -161,25 +143,6 @@ def test_verb(path: Path) -> None:
     # The samples' sources are none of this version's.
     assert entry["groups"][1]["stale"] + entry["groups"][1]["unknown"] > 0
     assert invoke("--db", str(path), "--op", "all_gather", "--json")[1].count('"op"') == 0
-
-
-def test_trials_are_counted_as_in_a_sweep(path: Path) -> None:
-    counters, stats = SweepCounters(), stats_of(path)
-    with Database.open(path, readonly=True) as database:
-        for stored in database.trials():
-            counters.add(stored, 0.0)
-    assert stats.num_tried == sum(group.num_tried for group in stats.groups) == counters.trials
-    assert stats.rows["trials"] > stats.num_tried, "an infeasible one is a row all the same"
-
-
-def test_verb_without_any_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunedcomm.db.layers.packaged_databases", list)
-    code, text = invoke()
-    assert code == 0
-    assert "tunedcomm tune" in text
-    monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(tmp_path / "none.db"))
-    shown = CliRunner().invoke(main.app, ["db", "stats"])
-    assert "skipped the site database" in shown.stderr
 
 
 def test_what_is_stale_wins_nothing(path: Path) -> None:

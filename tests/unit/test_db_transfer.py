@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from db_samples import H200, OLDER, candidate, decide, problem, trial
+from db_samples import H200, OLDER, candidate, problem, trial
 from hypothesis import HealthCheck, given, settings
 from transfer_samples import (
     H100,
@@ -20,7 +20,6 @@ from transfer_samples import (
     digests,
     everything,
     lines_of,
-    snapshot_of,
     store,
     sweep,
     write,
@@ -28,7 +27,7 @@ from transfer_samples import (
 
 from tunedcomm.db.diff import StoredCatalog, diff_databases
 from tunedcomm.db.store import Database
-from tunedcomm.db.transfer import export_database, import_databases, merge_databases
+from tunedcomm.db.transfer import import_databases, merge_databases
 from tunedcomm.errors import DatabaseAccessError
 
 EXAMPLES = int(os.environ.get("TUNEDCOMM_TEST_EXAMPLES", "8"))
@@ -58,42 +57,6 @@ def test_lines_lose_nothing(content: Content) -> None:
 
 
 @pytest.mark.slow
-@given(content=contents())
-@PROPERTY
-def test_exports_decide_alike_in_every_format(content: Content) -> None:
-    with folder() as here:
-        source = write(here / "source.db", content)
-        one = export_database([source], here / "out.db")
-        other = export_database([source], here / "out.jsonl", form="jsonl")
-        assert other.rows == one.rows
-        import_databases([here / "out.jsonl"], here / "imported.db")
-        again = export_database([here / "imported.db"], here / "again.db")
-        expected = digests(source)
-        for name in ("out.db", "imported.db", "again.db"):
-            assert digests(here / name) == expected, name
-        assert again.rows == one.rows
-
-
-def test_problems_without_finals_of_the_newest_kernels_keep_their_searches(tmp_path: Path) -> None:
-    """The newest source is the one that was measured last, not the one whose hash sorts last."""
-    records = [
-        trial("one_shot", 5.0, final=True, source_hash="f0"),
-        trial("one_shot", 4.0, source_hash="f0", config={"num_blocks": 8}),
-        trial("one_shot", 4.5, after=50, source_hash="a1"),
-        trial("one_shot", 4.6, after=51, source_hash="a1", config={"num_blocks": 8}),
-        trial("one_shot", 4.7, after=52, source_hash="a1", config={"num_blocks": 16}),
-    ]
-    source = store(tmp_path / "source.db", records)
-    assert len(snapshot_of(source).rows) == 4
-    out = export_database([source], tmp_path / "out.db")
-    assert out.left_out == 1
-    export_database([source], tmp_path / "out.jsonl", form="jsonl")
-    import_databases([tmp_path / "out.jsonl"], tmp_path / "imported.db")
-    for name in ("out.db", "imported.db"):
-        assert digests(tmp_path / name) == digests(source), name
-
-
-@pytest.mark.slow
 @given(one=contents(), other=contents(start=1000))
 @SLOW_PROPERTY
 def test_the_order_of_sources_does_not_matter(one: Content, other: Content) -> None:
@@ -108,19 +71,6 @@ def test_the_order_of_sources_does_not_matter(one: Content, other: Content) -> N
         for name in ("a.db", "b.db", "c.db"):
             assert everything(here / name) == everything(sources[0]) | everything(sources[1])
             assert digests(here / name) == expected
-
-
-@given(content=contents(), earlier=contents())
-@SLOW_PROPERTY
-@pytest.mark.slow
-def test_twice_is_once(content: Content, earlier: Content) -> None:
-    with folder() as here:
-        source, target = write(here / "source.db", content), write(here / "target.db", earlier)
-        for bring in (import_databases, merge_databases):
-            bring([source], target)
-            before = lines_of(target, here / "before.jsonl")
-            assert bring([source], target).added == 0
-            assert lines_of(target, here / "after.jsonl") == before
 
 
 def test_lines_are_sorted_plain_and_the_same_from_every_database(tmp_path: Path) -> None:
@@ -197,17 +147,6 @@ def test_merging_a_directory_leaves_the_target_in_it_out(tmp_path: Path) -> None
     (tmp_path / "host.db").unlink()
     with pytest.raises(DatabaseAccessError, match=r"holds no \*\.db file"):
         merge_databases([tmp_path], target)
-
-
-def test_the_newest_source_of_a_variant_wins_whatever_comes_first(tmp_path: Path) -> None:
-    """Finals of an older kernel must not hide what was measured of the newer one."""
-    old = store(tmp_path / "old.db", [trial("one_shot", 5.0, final=True, source_hash="outdated")])
-    new = store(tmp_path / "new.db", [trial("one_shot", 4.0, after=50)])
-    for name, order in (("a", [old, new]), ("b", [new, old])):
-        target = tmp_path / f"{name}.db"
-        for source in order:
-            merge_databases([source], target)
-        assert decide(snapshot_of(target)).candidate == candidate("one_shot")
 
 
 def test_a_database_that_is_tuned_meanwhile_loses_nothing(database_url: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import html
-import io
 import json
 import re
 import shutil
@@ -17,22 +16,18 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from quick import QUICK, some
 from report_samples import stored_trials
-from rich.console import Console
 from sqlalchemy import Text
 from typer.testing import CliRunner
 
 from tunedcomm.bench.csv import NEEDED
 from tunedcomm.cli import main
-from tunedcomm.cli.progress import JsonLines, live_view
 from tunedcomm.db.layers import named_layers
 from tunedcomm.db.schema import Base
 from tunedcomm.db.store import Database
-from tunedcomm.errors import TunedCommError, printable
+from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
-from tunedcomm.report import data, images, page
+from tunedcomm.report import data, page
 from tunedcomm.spec import Candidate, Problem, parse_shape
-from tunedcomm.tuner.gang.supervisor import GangProgress
-from tunedcomm.tuner.search.sweep import Progress
 
 COLUMNS = {
     table.name: [column.name for column in table.columns if isinstance(column.type, Text)]
@@ -166,31 +161,6 @@ def test_no_command_passes_a_stored_escape_on(
     check()
 
 
-@EXAMPLES
-@given(text=HOSTILE)
-def test_the_progress_of_a_sweep_shows_names_as_they_are(text: str) -> None:
-    candidate = Candidate.of("all_reduce", text, {})
-    problem = Problem("all_reduce", (512,), "bfloat16", 2, layout=text)
-    gang = GangProgress(slot=0, step="running", problem=problem, candidate=candidate)
-    progress = Progress(
-        problems=1,
-        problems_done=0,
-        trials=1,
-        trials_planned=9,
-        failures={"hung": 1},
-        gangs=(gang,),
-        num_gangs=1,
-        elapsed_s=1.0,
-    )
-    stream = io.StringIO()
-    Console(file=stream, width=400).print(live_view(progress))
-    assert not obeyed(stream.getvalue())
-    lines: list[str] = []
-    JsonLines(lambda line: lines.append(printable(line)))(progress)
-    (written,) = map(json.loads, lines)
-    assert written["gangs"][0]["candidate"] == str(candidate)
-
-
 def drawn(stored: Path, table: Path | None = None) -> str:
     return page.render(data.gather(named_layers(str(stored)), [] if table is None else [table]))
 
@@ -237,11 +207,3 @@ def texts(value: object) -> list[str]:
         return [value]
     members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [one for member in members for one in texts(member)]
-
-
-def test_images_take_names_for_no_formulas(tmp_path: Path) -> None:
-    table, name = tmp_path / "bench.csv", "$\\frac{$\x1b"
-    rows = [",".join([*NEEDED, "gpu"])]
-    rows += [f"all_reduce,{shape},{2 * shape},bfloat16,4,graph,{name},5.0,{name}" for shape in (512, 1024)]
-    table.write_text("\n".join(rows), encoding="utf-8")
-    assert len(images.write_images(data.gather([], [table]), tmp_path / "images")) == 4
