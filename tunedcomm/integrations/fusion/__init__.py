@@ -11,6 +11,7 @@ collectives, and with them DTensor's tensor and sequence parallel plans, are ope
 | product → reduce_scatter | `gemm_rs` |
 | product → all_reduce | `gemm_ar` |
 | all_reduce → (bias, residual added) → RMS norm | `all_reduce_rms_norm` |
+| the same → fp8 with a given scale, one a row or one for each 128 columns | the same with `quantize=` |
 
 **Ranks.** All ranks must rewrite alike. They share the table, the pass's arguments and the graph, but not the sizes of
 shards, because a dimension need not be split evenly. A product is fused if DTensors show that its shard has the same
@@ -42,7 +43,7 @@ from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch
 from tunedcomm.integrations.fusion.match import LeftError, Node
 from tunedcomm.integrations.fusion.policy import WHEN, Payoff, Policy, Shards, When
-from tunedcomm.integrations.fusion.rewrite import Pattern, gathered_by, norm_of_sum, reduced_by
+from tunedcomm.integrations.fusion.rewrite import Pattern, gathered_by, norm_of_sum, quantised_norm_of_sum, reduced_by
 from tunedcomm.spec import Mode, NumericsPolicy
 from tunedcomm.version import VERSION
 
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 _PATTERNS: Mapping[Any, Sequence[Callable[[Node], Pattern | None]]] = {
     torch.ops._c10d_functional.all_gather_into_tensor.default: (gathered_by,),
     torch.ops._c10d_functional.reduce_scatter_tensor.default: (reduced_by,),
-    torch.ops._c10d_functional.all_reduce.default: (norm_of_sum, reduced_by),
+    torch.ops._c10d_functional.all_reduce.default: (quantised_norm_of_sum, norm_of_sum, reduced_by),
 }
 _INSTEAD = "call tunedcomm.ag_gemm and its like directly"
 

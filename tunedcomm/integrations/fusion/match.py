@@ -29,6 +29,10 @@ _RESHAPES = (
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
 _MAX_HOISTED = 8
+_E4M3_MAX = 448.0
+_GROUP = 128  # columns that share a scale
+_NEAR = 1e-6
+_LEAST = 1e-3  # no quantisation but of zeros depends on a bound below this
 
 
 class LeftError(Exception):
@@ -200,11 +204,12 @@ def product_operands(node: Node) -> tuple[Node, Node, Node | None]:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """y = h / sqrt(mean(h²) + eps) · weight, where h is a waited sum over ranks with what is added to it.
+    """y = h / sqrt(mean(h²) + eps) · (weight + offset), where h is a waited sum over ranks with what is added to it.
 
     Attributes:
         wait: the sum over ranks.
-        h: the normalised tensor; the sum itself, maybe in another shape, where nothing is added.
+        h: the normalised tensor; the sum itself, maybe in another shape, where nothing is added. It may be wider than
+            the sum: engines that add in fp32 round the new residual, and so do the kernels of their own.
         added: the nodes of the additions, `h` last.
     """
 
@@ -212,10 +217,30 @@ class Norm:
     h: Node
     y: Node
     weight: Node
+    offset: float
     eps: float
     bias: Node | None
     residual: Node | None
     added: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """A norm y in fp8 e4m3: out = y / scale, saturated.
+
+    Attributes:
+        kind: as `quantize` of all_reduce_rms_norm.
+        out: the result.
+        scale: the given scale, or the scales that are made of y.
+        pow2: they are rounded up to powers of two.
+        keeps_norm: y is used elsewhere, too.
+    """
+
+    kind: str
+    out: Node
+    scale: Node
+    pow2: bool
+    keeps_norm: bool
 
 
 def norm_behind(collective: Node) -> Norm | None:
@@ -283,46 +308,160 @@ def _norm_of(rsqrt: Node) -> Norm | None:
         return None
     x, eps = found
     h = _uncast(x)
-    total = _total(h)
+    total = _total(h) or _total(h, wide=True)
     if total is None:
         return None
+    wait, bias, residual, added = total
+    dtype = val(wait).dtype
     for normal in (user for user in rsqrt.users if _factor(user, rsqrt) in (x, h)):
-        for scaled in _with_casts(normal, val(h).dtype):
+        for scaled in _with_casts(normal, dtype):
             for product in scaled.users:
-                weight = _uncast(_factor(product, scaled))
+                weight, offset = _weight_of(_factor(product, scaled))
                 if not isinstance(weight, fx.Node) or tuple(val(weight).shape) != tuple(val(h).shape[-1:]):
                     continue
-                for y in _with_casts(product, val(h).dtype):
-                    if val(y).dtype == val(h).dtype and val(y).shape == val(h).shape:
-                        wait, bias, residual, added = total
-                        return Norm(wait, h, y, weight, eps, bias, residual, added)
+                for y in _with_casts(product, dtype):
+                    if val(y).dtype == dtype and val(y).shape == val(h).shape:
+                        return Norm(wait, h, y, weight, offset, eps, bias, residual, added)
     return None
+
+
+def _weight_of(factor: Any) -> tuple[Any, float]:
+    """The weight and the number added to it."""
+    node = _uncast(factor)
+    if is_call(node, _aten.add.Tensor, _aten.add.Scalar) and isinstance(node.args[1], (int, float)):
+        return _uncast(node.args[0]), float(node.args[1])
+    return node, 0.0
 
 
 def _is_waited(node: Any) -> bool:
     return isinstance(node, fx.Node) and is_call(flat_source(node)[0], _WAIT)
 
 
-def _total(h: Node) -> tuple[Node, Node | None, Node | None, tuple[Node, ...]] | None:
-    """The waited sum in `h`, the bias and the residual added to it, and the nodes that add, first to last."""
+def _total(h: Node, *, wide: bool = False) -> tuple[Node, Node | None, Node | None, tuple[Node, ...]] | None:
+    """The waited sum in `h`, the bias and the residual added to it, and the nodes that add, first to last.
+
+    `wide`: terms are converted to a wider dtype, in which they are added.
+    """
     bias: Node | None = None
     residual: Node | None = None
     added: list[Node] = []
+    num_added = 0
     node = h
     while not _is_waited(node):
         terms = [term for term in node.args if isinstance(term, fx.Node)]
-        if not is_call(node, _aten.add.Tensor) or node.kwargs or len(terms) != 2 or len(added) == 2:
+        if not is_call(node, _aten.add.Tensor) or node.kwargs or len(terms) != 2 or num_added == 2:
             return None
         added.insert(0, node)
+        num_added += 1
+        narrow = {term: _uncast(term) if wide else term for term in terms}
         # The residual may be another such sum: what is a sum over ranks itself comes first.
-        one, other = sorted(terms, key=_is_waited, reverse=True)
-        if not _is_waited(one) and (not is_call(one, _aten.add.Tensor) or len(one.users) > 1):
+        one, other = sorted(terms, key=lambda term: _is_waited(narrow[term]), reverse=True)
+        if not _is_waited(narrow[one]) and (not is_call(one, _aten.add.Tensor) or len(one.users) > 1):
             one, other = other, one
-        if other.meta["val"].shape == val(h).shape and residual is None:
-            residual = other
-        elif tuple(other.meta["val"].shape) == tuple(val(h).shape[-1:]) and bias is None:
-            bias = other
+        term = narrow[other]
+        if val(term).shape == val(h).shape and residual is None:
+            residual = term
+        elif tuple(val(term).shape) in (tuple(val(h).shape[-1:]), tuple(val(h).shape)) and bias is None:
+            bias = term
         else:
             return None
-        node = one
+        if narrow[one] is not one:
+            added.insert(0, one)
+        node = narrow[one]
     return flat_source(node)[0], bias, residual, tuple(added)
+
+
+def quantisation_behind(norm: Norm) -> Quantisation | None:
+    """The fp8 form of a norm, if the graph makes one; the first where it makes several."""
+    for out in norm.y.graph.find_nodes(op="call_function", target=_prims.convert_element_type.default):
+        if out.args[1] is not torch.float8_e4m3fn or (divided := _divided(out)) is None:
+            continue
+        dividend, scale = divided
+        if _unflattened(dividend) is not norm.y:
+            continue
+        kind, pow2 = _made_of(scale, norm.y) or ("tensor" if val(scale).numel() == 1 else "", False)
+        if kind:
+            made = [scale] if kind != "tensor" else []
+            return Quantisation(kind, out, scale, pow2, _escapes(norm.y, out, made))
+    return None
+
+
+def _divided(out: Node) -> tuple[Node, Node] | None:
+    """Dividend and divisor of what is cut to e4m3's range and converted."""
+    node, bounds = out.args[0], set()
+    while is_call(node, _aten.clamp_min.default, _aten.clamp_max.default, _aten.clamp.default):
+        bounds |= set(node.args[1:])  # type: ignore[union-attr]
+        node = node.args[0]  # type: ignore[union-attr]
+    if bounds != {-_E4M3_MAX, _E4M3_MAX}:
+        return None
+    if is_call(node, _aten.div.Tensor):
+        dividend, divisor = node.args  # type: ignore[union-attr]
+        return (dividend, divisor) if isinstance(divisor, fx.Node) else None  # type: ignore[return-value]
+    if is_call(node, _aten.mul.Tensor):
+        for one, other in (node.args, node.args[::-1]):  # type: ignore[union-attr]
+            if is_call(one, _aten.reciprocal.default) and isinstance(other, fx.Node):
+                return other, one.args[0]  # type: ignore[union-attr, return-value]
+    return None
+
+
+def _unflattened(node: Any) -> Any:
+    """The node that has the same elements, in another shape or a wider dtype."""
+    while isinstance(node, fx.Node) and (_uncast(node) is not node or is_call(node, *_RESHAPES)):
+        node = _uncast(node) if _uncast(node) is not node else node.args[0]
+    return node
+
+
+def _made_of(scale: Any, y: Node) -> tuple[str, bool] | None:
+    """Kind of scales, and True for powers of two, if they are the largest |y| over 448; None for other nodes."""
+    pow2 = divided = False
+    node = scale
+    while isinstance(node, fx.Node):
+        number = node.args[1] if len(node.args) > 1 else None
+        is_least = is_call(node, _aten.clamp_min.default) and isinstance(number, float) and number <= _LEAST
+        by_most = is_call(node, _aten.div.Tensor) and number == _E4M3_MAX
+        if is_call(node, _aten.mul.Tensor) and isinstance(number, float):
+            by_most = abs(number * _E4M3_MAX - 1) < _NEAR
+        if is_call(node, _aten.exp2.default) and is_call(node.args[0], _aten.ceil.default):
+            pow2, node = True, node.args[0].args[0]  # type: ignore[union-attr]
+            if not is_call(node, _aten.log2.default):
+                return None
+        elif not (_is_cast(node) or is_call(node, *_RESHAPES) or is_least or by_most):
+            break
+        divided = divided or bool(by_most)
+        node = node.args[0]
+    if is_call(node, operator.getitem) and node.args[1] == 0 and is_call(node.args[0], _aten.max.dim):
+        node = node.args[0]
+    if (
+        not divided
+        or not is_call(node, _aten.max.dim, _aten.amax.default)
+        or not is_call(node.args[0], _aten.abs.default)
+    ):
+        return None
+    sizes, dims = node.args[0], node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    width, rank = val(sizes).shape[-1], val(sizes).dim()
+    if _unflattened(sizes.args[0]) is not y or [dim % rank for dim in dims] != [rank - 1]:
+        return None
+    if width == val(y).shape[-1] and not pow2:
+        return "token", False
+    return ("group128", pow2) if width == _GROUP else None
+
+
+def _escapes(y: Node, out: Node, made: Sequence[Node]) -> bool:
+    """True if a node that is not there for `out` and the scales alone uses y."""
+    inner: set[Node] = set()
+    waiting = [out, *made]
+    while waiting:
+        for needed in waiting.pop().all_input_nodes:
+            if needed is not y and needed not in inner:
+                inner.add(needed)
+                waiting.append(needed)
+    waiting, seen = [y], {y}
+    while waiting:
+        for user in waiting.pop().users:
+            if user is out or user in made or user in seen:
+                continue
+            if user not in inner:
+                return True
+            seen.add(user)
+            waiting.append(user)
+    return False

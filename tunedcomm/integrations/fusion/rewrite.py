@@ -13,6 +13,7 @@ from tunedcomm.integrations.fusion.match import (
     LeftError,
     Node,
     Norm,
+    Quantisation,
     behind,
     call,
     check_sizes,
@@ -23,6 +24,7 @@ from tunedcomm.integrations.fusion.match import (
     is_call,
     norm_behind,
     product_operands,
+    quantisation_behind,
     reshaped,
     val,
 )
@@ -200,35 +202,62 @@ def reduced_by(collective: Node) -> Reduce:
 
 @dataclass(frozen=True, slots=True)
 class NormOfSum:
-    """all_reduce → wait → (bias, residual added) → RMS norm: `all_reduce_rms_norm`."""
+    """all_reduce → wait → (bias, residual added) → RMS norm → (fp8): `all_reduce_rms_norm`."""
 
     collective: Node
     norm: Norm
+    quantised: Quantisation | None = None
     op = "all_reduce_rms_norm"
 
+    @property
+    def given(self) -> tuple[Node | None, ...]:
+        """The operator's tensors behind x."""
+        norm, quantised = self.norm, self.quantised
+        scale = quantised.scale if quantised is not None and quantised.kind == "tensor" else None
+        return norm.weight, norm.bias, norm.residual, scale
+
+    @property
+    def call(self) -> tuple[str, tuple[Any, ...]]:
+        """The operator's name and options."""
+        norm, quantised = self.norm, self.quantised
+        kind = quantised.kind if quantised is not None else ""
+        keeps = quantised is not None and quantised.keeps_norm
+        full = norm.bias is not None and val(norm.bias).dim() > 1
+        if kind in ("", "tensor") and not (keeps or norm.offset or full):
+            return self.op, (norm.eps, torch.float8_e4m3fn if kind else None)
+        pow2 = quantised is not None and quantised.pow2
+        return f"{self.op}_quantized", (norm.eps, kind, "row", pow2, keeps, norm.offset)
+
     def judge(self, policy: Policy) -> Payoff:
-        norm, x = self.norm, val(self.collective.args[0])  # type: ignore[arg-type]
-        shape = val(norm.h).shape
+        x = val(self.collective.args[0])  # type: ignore[arg-type]
+        shape = val(self.norm.h).shape
         x = x.new_empty(shape) if x.shape != shape else x
-        return policy.judge(self.op, (x, norm.weight, norm.bias, norm.residual, None), (norm.eps, None))
+        operator, options = self.call
+        return policy.judge(operator, (x, *self.given), options)
 
     def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
         """Put the fused op where the sum is complete."""
-        norm = self.norm
+        norm, quantised = self.norm, self.quantised
         anchor = norm.added[-1] if norm.added else norm.wait
-        for node in (norm.weight, norm.bias, norm.residual):
+        for node in self.given:
             if node is not None:
                 hoist(node, anchor)
         with graph.inserting_before(anchor):
             x = reshaped(graph, self.collective.args[0], val(norm.h).shape)  # type: ignore[arg-type]
-            given = (x, norm.weight, norm.bias, norm.residual, None, norm.eps, None, *policy.settings)
-            made = call(graph, _ops.all_reduce_rms_norm.default, given)
+            name, options = self.call
+            made = call(graph, getattr(_ops, name).default, (x, *self.given, *options, *policy.settings))
             y, h = call(graph, operator.getitem, (made, 0)), call(graph, operator.getitem, (made, 1))
-            if not norm.added:
-                norm.wait.replace_all_uses_with(reshaped(graph, h, val(norm.wait).shape))
-        norm.y.replace_all_uses_with(y)
-        if norm.added:
-            norm.h.replace_all_uses_with(h)
+            replaced = {quantised.out if quantised is not None else norm.y: y}
+            if quantised is not None and quantised.kind != "tensor":
+                replaced[quantised.scale] = call(graph, operator.getitem, (made, 2))
+            if quantised is not None and quantised.keeps_norm:
+                replaced[norm.y] = call(graph, operator.getitem, (made, 3))
+            if val(norm.h).dtype != val(h).dtype:
+                h = call(graph, torch.ops.prims.convert_element_type.default, (h, val(norm.h).dtype))
+            replaced[norm.h if norm.added else norm.wait] = h
+            made_of = {node: reshaped(graph, made, val(node).shape) for node, made in replaced.items()}
+        for node, new in made_of.items():
+            node.replace_all_uses_with(new)
         erase_unused(graph, [self.collective, *sorted({*norm.added, *flat_users(norm.wait)})])
 
 
@@ -251,3 +280,15 @@ def norm_of_sum(collective: Node) -> NormOfSum | None:
     if norm.added and any(len(node.users) != 1 for node in between):
         raise LeftError("the sum without what is added to it is used elsewhere, too")
     return NormOfSum(collective, norm)
+
+
+def quantised_norm_of_sum(collective: Node) -> NormOfSum | None:
+    """`norm_of_sum` with what makes fp8 of it; None where nothing does."""
+    found = norm_of_sum(collective)
+    quantised = None if found is None else quantisation_behind(found.norm)
+    if found is None or quantised is None:
+        return None
+    check_sizes(val(quantised.scale).shape)
+    if quantised.kind == "tensor":
+        behind(quantised.scale, found.norm.added[-1] if found.norm.added else found.norm.wait)
+    return NormOfSum(collective, found.norm, quantised)
