@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from cases import report, run_each
 from harness import run_ranks
+from planted_in_job import STATUS, plant
 
 import tunedcomm
+from tunedcomm import kernels
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Problem
 
@@ -165,3 +167,31 @@ def subgroup_body(rank: int, world_size: int, folder: str) -> int:
 def test_a_subgroup_tunes_without_the_others(tmp_path: Path) -> None:
     trials = run_ranks(3, subgroup_body, str(tmp_path))
     assert trials[0] == trials[2] > 1
+
+
+def faults_body(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
+    os.environ["TUNEDCOMM_DB"] = f"{folder}/tuned.db"
+    kernels.discover()
+    plant()
+    others = tunedcomm.autotune([problem_of(7 * 64)], budget_s=2.0)
+    tuned = tunedcomm.autotune([problem_of(7 * 300)], budget_s=12.0, plugins=True)
+    for one in (*others.results, *tuned.results):
+        assert one.after.variant not in STATUS
+    assert len(tuned.results) == 1
+    call(7 * 64, 7 * 300, 4096)
+    tunedcomm.check_agreement()
+    dist.barrier()
+    found: dict[str, list[str]] = {}
+    if rank == 0:
+        with Database.open(f"{folder}/tuned.db", readonly=True) as database:
+            for trial in database.trials():
+                found.setdefault(f"{trial.problem.numel} {trial.variant}", []).append(f"{trial.status} {trial.reason}")
+    return found
+
+
+def test_bad_variants_are_recorded_and_the_group_goes_on(tmp_path: Path) -> None:
+    found = run_ranks(WORLD_SIZE, faults_body, str(tmp_path), timeout=120)[0]
+    assert not [name for name in found if name.startswith("448 ") and name.removeprefix("448 ") in STATUS]
+    for variant, status in STATUS.items():
+        assert [text.split()[0] for text in found[f"2100 {variant}"]] == [status], found
+    assert [text for text in found["2100 host_one_shot"] if text.startswith("ok")]

@@ -134,6 +134,10 @@ class ShortSearch(Coordinator):
         self._first_s.setdefault(command.trial[0], self._clock() - self._begun_s)
         return super().learn(gang, result)
 
+    def _is_doubtful(self, gang: int, candidate: Candidate, status: str) -> bool:
+        """True for the library alone: what other candidates leave behind is gone with the memory of their trials."""
+        return is_library(candidate) and super()._is_doubtful(gang, candidate, status)
+
     def _cost_s(self, problem: Problem) -> float:
         """Seconds that the first trial of a problem may take, by those of others, whose tensors were smaller."""
 
