@@ -131,6 +131,16 @@ def _file_or_switch(text: str) -> str | bool:
     return True if text.lower() in _ON else text.lower() not in _OFF and text
 
 
+# Seconds; 0 for never, "check" for a look at what is stored.
+autotune: Setting[float | str] = Setting(
+    name="TUNEDCOMM_AUTOTUNE",
+    default=0.0,
+    parse=lambda text: text.lower() if text.lower() == "check" else _seconds(is_zero_allowed=True)(text),
+    allowed="a number of seconds >= 0, or `check`",
+    meaning="Tunes for so many seconds what a group called untuned, once, when a warm-up is over: at the first end of "
+    "`ServingAllReduce.capture()` or of an `intercept()` block. `check` times the stored winners of what was called "
+    "again, for at most a second, and warns where they do not hold here. All ranks of a group must agree on it.",
+)
 borrow: Setting[tuple[str, ...]] = Setting(
     name="TUNEDCOMM_BORROW",
     default=(),

@@ -31,13 +31,17 @@ from tunedcomm.selection.select import Decision
 from tunedcomm.spec import Candidate, NumericsPolicy, Problem, get_op, why_no_kernel
 from tunedcomm.tuner.gang.protocol import Command, TrialResult
 from tunedcomm.tuner.in_job import ShortSearch, in_order, job_settings, run_in_job
+from tunedcomm.tuner.search.knowledge import Knowledge
 from tunedcomm.tuner.search.sweep import check_problem, hash_if_known, stored_records
+from tunedcomm.tuner.verify import Recheck, Winner, judge, stored_winners
 
 logger = logging.getLogger("tunedcomm")
 
 # What provenance says of such a run.
 COMMAND = "tunedcomm.autotune"
 _READY, _LEFT = "ready", "left"
+# A look at stored winners: the seconds that it may take, and how much slower one may have become.
+_CHECK_S, _TOLERANCE = 0.8, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +115,22 @@ class Autotune:
         begin, communicator = time.monotonic(), self.communicator
         if communicator.rank == 0:
             problems = {p: policy for p, policy in problems.items() if is_open(communicator, p, policy)}
-        words = communicator.meet(f"{_READY} {len(problems)}")
-        if _LEFT in words:
-            logger.warning("nothing is tuned: rank %d left the block with an exception", words.index(_LEFT))
-        elif words[0] != f"{_READY} 0":
-            self._tune(communicator.exchange(problems)[0], begin)
+        if agreed := agree_on_work(communicator, problems):
+            self._tune(agreed, begin)
 
     def _tune(self, problems: dict[Problem, NumericsPolicy], begin: float) -> None:
         communicator = self.communicator
         before = {problem: decision_on(communicator, problem, policy) for problem, policy in problems.items()}
-        settings = job_settings(communicator, problems, max(*problems.values(), "default", key=POLICIES.index))
+        options = job_settings(communicator, problems, max(*problems.values(), "default", key=POLICIES.index))
         search = None
         if communicator.rank == 0:
             left_s = self._budget_s - (time.monotonic() - begin)
             stored = stored_here(problems)
-            search = ShortSearch(problems, settings, source_hash=hash_if_known, stored=stored, seconds_left=left_s)
+            search = ShortSearch(problems, options, source_hash=hash_if_known, stored=stored, seconds_left=left_s)
             guesses = {p: [c for c in (d.candidate, d.runner_up) if c] if d else [] for p, d in before.items()}
             search.plan({p: guesses[p] for p in in_order(list(problems), left_s)}, plugins=self._plugins)
         progress = _Progress(self._budget_s)
-        run_in_job(communicator, settings, search, progress.tell)
+        run_in_job(communicator, options, search, progress.tell)
         progress.close()
         trials = [] if search is None else worth_storing(trial for trial, _ in search.unstored)
         graphs = {key: plan for key, plan in communicator.plans.items() if key[-1] and plan.problem in problems}
@@ -149,6 +150,18 @@ class Autotune:
                 results.append(Tuned(problem, then, now.candidate, was_us, now.latency_us, now.library_us))
         self.results, self.seconds = tuple(results), time.monotonic() - begin
         logger.info("tuned %d problems in %.1f s with %d trials", len(results), self.seconds, self.num_trials)
+
+
+def agree_on_work(communicator: Communicator, problems: dict[Problem, NumericsPolicy]) -> dict[Problem, NumericsPolicy]:
+    """Rank 0's problems on every rank, once all have come; none where a rank left its block with an exception."""
+    words = communicator.meet(f"{_READY} {len(problems)}")
+    if _LEFT in words:
+        logger.warning("nothing is tuned: rank %d left the block with an exception", words.index(_LEFT))
+        return {}
+    if words[0] == f"{_READY} 0":
+        return {}
+    found: dict[Problem, NumericsPolicy] = communicator.exchange(problems)[0]
+    return found
 
 
 def decision_on(communicator: Communicator, problem: Problem, policy: NumericsPolicy) -> Decision | None:
@@ -294,3 +307,50 @@ def autotune(
             check_problem(problem)
         made.tune(dict.fromkeys(asked, "default"))
     return made
+
+
+def after_warmup(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Do what TUNEDCOMM_AUTOTUNE says, once for a group; collective over it then."""
+    communicator = get_communicator(group, device)
+    noted, wanted = communicator.noted, communicator.settings.autotune
+    if noted is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    communicator.noted = None
+    if isinstance(wanted, float):
+        Autotune(communicator, wanted, plugins=False).tune(most_wanted(noted))
+    else:
+        check_winners(communicator, noted)
+
+
+def check_winners(communicator: Communicator, noted: Mapping[Problem, Note]) -> None:
+    """Time the stored winners of problems that were called beside the library and a runner-up; collective.
+
+    Nothing is stored. A warning names every winner that does not hold on this machine.
+    """
+    stored: dict[Problem, tuple[Winner, ...]] = {}
+    if communicator.rank == 0:
+        stored = stored_winners(communicator.snapshot, communicator.limits, hash_if_known, noted.__contains__)
+    asked = agree_on_work(communicator, {problem: noted[problem].policy for problem in stored})
+    if not asked:
+        return
+    options = job_settings(communicator, asked, "any")
+    if communicator.rank != 0:
+        run_in_job(communicator, options, None)
+        return
+    first = {problem: winners[0] for problem, winners in stored.items()}
+    chosen = {p: [c for c in (w.candidate, w.runner_up) if c is not None] for p, w in first.items()}
+
+    def begin(known: Knowledge) -> None:
+        recheck.measure(chosen, {(problem, winner.candidate) for problem, winner in first.items()})
+
+    recheck = Recheck((), options, source_hash=hash_if_known, seconds_left=_CHECK_S, begin=begin)
+    run_in_job(communicator, options, recheck)
+    trials = [trial for trial, _ in recheck.unstored]
+    for winner in first.values():
+        one = judge(winner, trials, tolerance=_TOLERANCE)
+        is_close = one.verdict == "slower" and (one.ratio or 0.0) <= 1 + _TOLERANCE
+        if one.is_wrong and one.verdict != "unmeasured" and not is_close:
+            logger.warning(
+                "%s: the stored winner %s does not hold on this machine, %s: %s; tune it again",
+                winner.problem, winner.candidate, one.verdict, one.why
+            )  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import report, run_each
+from cases import logged, report, run_each
 from harness import run_ranks
 from planted_in_job import STATUS, plant
 
@@ -19,7 +20,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.spec import Problem
 
 WORLD_SIZE = 2
-SIZES = (1000, 20000)
+SIZES = (1000, 3500)
 
 
 def call(*sizes: int) -> None:
@@ -29,12 +30,12 @@ def call(*sizes: int) -> None:
         assert torch.equal(tunedcomm.all_reduce(x), torch.arange(float(numel)) * ranks + sum(range(ranks)))
 
 
-def problem_of(numel: int) -> Problem:
-    return Problem("all_reduce", (numel,), "float32", WORLD_SIZE, mode="eager")
+def problem_of(numel: int, *, in_place: bool = False) -> Problem:
+    return Problem("all_reduce", (numel,), "float32", WORLD_SIZE, mode="eager", in_place=in_place)
 
 
-def source_of(numel: int) -> str:
-    return tunedcomm.explain(tunedcomm.get_communicator(), problem_of(numel)).source
+def source_of(numel: int, *, in_place: bool = False) -> str:
+    return tunedcomm.explain(tunedcomm.get_communicator(), problem_of(numel, in_place=in_place)).source
 
 
 def start_again() -> None:
@@ -44,7 +45,7 @@ def start_again() -> None:
 
 
 def a_block_tunes_what_is_called(rank: int) -> None:
-    with tunedcomm.autotune(budget_s=3.0) as tuned:
+    with tunedcomm.autotune(budget_s=20.0) as tuned:
         call(*SIZES)
         assert not tuned.results
         assert [source_of(numel) for numel in SIZES] == ["heuristic"] * 2
@@ -72,7 +73,7 @@ def rank_0_stores_it(rank: int) -> None:
 
 def the_next_start_has_nothing_to_do(rank: int) -> None:
     start_again()
-    with tunedcomm.autotune(budget_s=3.0) as tuned:
+    with tunedcomm.autotune(budget_s=20.0) as tuned:
         call(*SIZES)
         begin = time.perf_counter()
     took_s = time.perf_counter() - begin
@@ -82,7 +83,7 @@ def the_next_start_has_nothing_to_do(rank: int) -> None:
 
 
 def given_problems_are_tuned_at_once(rank: int) -> None:
-    tuned = tunedcomm.autotune([problem_of(3000)], budget_s=2.0)
+    tuned = tunedcomm.autotune([problem_of(3000)], budget_s=20.0)
     assert [one.problem for one in tuned.results] == [problem_of(3000)]
     assert source_of(3000) == "exact"
 
@@ -90,7 +91,7 @@ def given_problems_are_tuned_at_once(rank: int) -> None:
 def an_error_in_the_block_tunes_nothing(rank: int) -> None:
     for failing in ((0, 1), (1,)):  # on all ranks, on one
         try:
-            with tunedcomm.autotune(budget_s=2.0) as tuned:
+            with tunedcomm.autotune(budget_s=20.0) as tuned:
                 call(5000)
                 if rank in failing:
                     raise KeyError("planted")
@@ -142,7 +143,7 @@ def body(rank: int, world_size: int, folder: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, str(tmp_path_factory.mktemp("autotune")))
+    return run_ranks(WORLD_SIZE, body, str(tmp_path_factory.mktemp("autotune")), timeout=200)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -156,7 +157,7 @@ def subgroup_body(rank: int, world_size: int, folder: str) -> int:
     if rank == 1:
         dist.barrier()
         return 0
-    with tunedcomm.autotune(group=group, budget_s=2.0) as tuned:
+    with tunedcomm.autotune(group=group, budget_s=20.0) as tuned:
         x = torch.full((700,), rank + 1.0)
         assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((700,), 4.0))
     dist.barrier()
@@ -173,8 +174,8 @@ def faults_body(rank: int, world_size: int, folder: str) -> dict[str, list[str]]
     os.environ["TUNEDCOMM_DB"] = f"{folder}/tuned.db"
     kernels.discover()
     plant()
-    others = tunedcomm.autotune([problem_of(7 * 64)], budget_s=2.0)
-    tuned = tunedcomm.autotune([problem_of(7 * 300)], budget_s=12.0, plugins=True)
+    others = tunedcomm.autotune([problem_of(7 * 64)], budget_s=20.0)
+    tuned = tunedcomm.autotune([problem_of(7 * 300)], budget_s=20.0, plugins=True)
     for one in (*others.results, *tuned.results):
         assert one.after.variant not in STATUS
     assert len(tuned.results) == 1
@@ -190,8 +191,71 @@ def faults_body(rank: int, world_size: int, folder: str) -> dict[str, list[str]]
 
 
 def test_bad_variants_are_recorded_and_the_group_goes_on(tmp_path: Path) -> None:
-    found = run_ranks(WORLD_SIZE, faults_body, str(tmp_path), timeout=120)[0]
+    found = run_ranks(WORLD_SIZE, faults_body, str(tmp_path), timeout=200)[0]
     assert not [name for name in found if name.startswith("448 ") and name.removeprefix("448 ") in STATUS]
     for variant, status in STATUS.items():
         assert [text.split()[0] for text in found[f"2100 {variant}"]] == [status], found
     assert [text for text in found["2100 host_one_shot"] if text.startswith("ok")]
+
+
+def at_the_end_of_a_warmup(rank: int) -> None:
+    adapter = tunedcomm.ServingAllReduce(device="cpu")
+    with adapter.capture():
+        assert adapter.custom_all_reduce(torch.ones(900)) is not None
+    assert source_of(900) == "exact"
+    call(1700)
+    with adapter.capture():
+        pass
+    assert source_of(1700) != "exact", "once for a group"
+
+
+def at_the_end_of_an_interception(rank: int) -> None:
+    tunedcomm.release_communicators()
+    with tunedcomm.intercept():
+        dist.all_reduce(torch.ones(1700))
+    assert source_of(1700, in_place=True) == "exact"
+
+
+def doubt(path: str) -> None:
+    """Have every stored final claim a hundredth of its time."""
+    connection = sqlite3.connect(path)
+    times = ", ".join(f"latency_{p}_us = latency_{p}_us / 100" for p in ("p10", "p50", "p90"))
+    connection.execute(f"UPDATE trial SET {times} WHERE final")
+    connection.commit()
+    connection.close()
+
+
+def a_check_warns_of_what_does_not_hold(rank: int) -> None:
+    os.environ["TUNEDCOMM_AUTOTUNE"] = "check"
+    if rank == 0:
+        doubt(os.environ["TUNEDCOMM_DB"])
+    dist.barrier()
+    tunedcomm.release_communicators()
+    with logged() as messages, tunedcomm.intercept():
+        dist.all_reduce(torch.ones(1700))
+        assert source_of(1700, in_place=True) == "exact"
+    assert bool([text for text in messages if "does not hold" in text]) == (rank == 0), messages
+    with Database.open(os.environ["TUNEDCOMM_DB"], readonly=True) as database:
+        assert len(database.runs()) == 2, "a check stores nothing"
+
+
+VARIABLE = {
+    "at the end of a warm-up": at_the_end_of_a_warmup,
+    "at the end of an interception": at_the_end_of_an_interception,
+    "a check warns of what does not hold": a_check_warns_of_what_does_not_hold,
+}
+
+
+def variable_body(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    os.environ.update(TUNEDCOMM_DB=f"{folder}/tuned.db", TUNEDCOMM_AUTOTUNE="20")
+    return run_each(VARIABLE, rank)
+
+
+@pytest.fixture(scope="module")
+def by_variable(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, variable_body, str(tmp_path_factory.mktemp("variable")), timeout=200)
+
+
+@pytest.mark.parametrize("name", VARIABLE)
+def test_the_variable(by_variable: list[dict[str, str]], name: str) -> None:
+    report(by_variable, name)

@@ -106,6 +106,16 @@ def test_winner_is_the_fastest_beside_the_library_of_its_run() -> None:
     assert winner([dataclasses.replace(idle, baseline_p50_us=None), busy]).latency_p50_us == 5.0  # type: ignore[union-attr]
 
 
+def test_list_marks_what_autotune_made(stored: str) -> None:
+    assert "autotune" not in invoke("db", "list", "--db", stored)[1]
+    with Database.open(stored) as database:
+        run = database.start_run(command="tunedcomm.autotune(budget_s=3)", seed=0, budget="", host="here")
+        database.record([trial("lamport", 2.0, environment=A100, run_id=run)])
+    code, text = invoke("db", "list", "--db", stored)
+    assert code == 0
+    assert text.count("autotune") == 1
+
+
 def test_list_groups_by_environment(stored: str) -> None:
     code, text = invoke("db", "list", "--db", stored)
     assert code == 0

@@ -85,6 +85,10 @@ _LIST_COLUMNS: dict[str, Callable[[Contest], object]] = {
 }
 
 
+def _made_by(contest: Contest) -> str:
+    return "autotune" if contest.command.startswith("tunedcomm.autotune(") else ""
+
+
 def db_list(
     *, op: OnlyOpOption = None, hardware: HardwareOption = None, db: DatabaseOption = None, as_json: JsonOption = False
 ) -> None:
@@ -105,7 +109,8 @@ def db_list(
             heading = f"{contest.problem.op} on {named(contest.environment)} in the {contest.layer} database"
             headings.setdefault(heading, []).append(contest)
     for heading, members in headings.items():
-        table_of(_LIST_COLUMNS, members, title=heading)
+        by: dict[str, Callable[[Contest], object]] = {"by": _made_by} if any(map(_made_by, members)) else {}
+        table_of(_LIST_COLUMNS | by, members, title=heading)
     print_pins(pins)
 
 

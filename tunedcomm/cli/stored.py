@@ -137,6 +137,7 @@ class Contest:
         trials: at least one, but for a problem that is pinned only.
         best: the winner among them; None if none is ok.
         pin: the layer's pin of the problem on this hardware.
+        command: what measured the winner; empty where nobody knows.
     """
 
     layer: str
@@ -145,6 +146,7 @@ class Contest:
     trials: tuple[Trial, ...] = ()
     best: Trial | None = None
     pin: Pin | None = None
+    command: str = ""
 
     @property
     def best_us(self) -> float | None:
@@ -167,11 +169,12 @@ def read_contests(
     found: list[Contest] = []
     pinned: dict[str, list[Pin]] = {}
 
-    def read(opened: Database) -> tuple[list[Trial], list[Pin]]:
+    def read(opened: Database) -> tuple[list[Trial], list[Pin], dict[int | None, str]]:
         pins = [pin for pin in opened.pins() if op in (None, pin.problem.op)]
-        return on_hardware(hardware, opened.trials(op=op)), on_hardware(hardware, pins)
+        commands: dict[int | None, str] = {run.id: run.command for run in opened.runs()}
+        return on_hardware(hardware, opened.trials(op=op)), on_hardware(hardware, pins), commands
 
-    for layer, (trials, pins) in read_each(read_layers(database), read, is_strict=database is not None):
+    for layer, (trials, pins, commands) in read_each(read_layers(database), read, is_strict=database is not None):
         by_problem = {(pin.environment.hard_key, pin.problem): pin for pin in pins}
         groups: dict[tuple[str, Problem], list[Trial]] = {}
         for trial in trials:
@@ -179,8 +182,9 @@ def read_contests(
         mine = []
         for (_, problem), members in groups.items():
             there = members[0].environment
-            pin = by_problem.get((there.hard_key, problem))
-            mine.append(Contest(layer.name, there, problem, tuple(members), winner(members), pin))
+            pin, best = by_problem.get((there.hard_key, problem)), winner(members)
+            command = "" if best is None else commands.get(best.run_id, "")
+            mine.append(Contest(layer.name, there, problem, tuple(members), best, pin, command))
         tried = {(contest.environment.hard_key, contest.problem) for contest in mine}
         alone = [pin for key, pin in by_problem.items() if key not in tried]
         found += sorted(mine, key=_order)

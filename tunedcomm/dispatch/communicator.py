@@ -81,6 +81,7 @@ class AgreedSettings:
 
     device: str
     interpreted: bool = field(default_factory=lambda: bool(sync.INTERPRET))
+    autotune: float | str = field(default_factory=settings.autotune)
     mode: str = field(default_factory=settings.mode)
     forced: Mapping[str, str] = field(default_factory=settings.forced_all)
     borrow: tuple[str, ...] = field(default_factory=settings.borrow)
@@ -237,7 +238,7 @@ class Communicator:
         self.nan_watch = NanWatch(device, self.rank) if self.settings.nan_check else None
         self.snapshot = self._agree_on_snapshot()
         self.quarantined: dict[tuple[str, str], str] = {}
-        self.noted: dict[Problem, Note] | None = None
+        self.noted: dict[Problem, Note] | None = {} if self.settings.autotune else None
 
     def _make_state(self, *, for_kernels: bool = True) -> None:
         """Make memory and all that is kept of calls."""

@@ -115,9 +115,10 @@ def counter(
     found = _of_log(communicator, problem, source) if source in MISSES and settings.miss_log() is not False else None
     if noted is None:
         return found
-    if source in MISSES and found is None:  # counted for the note alone
-        found = Counter(Path(os.devnull), communicator.environment.hard_key, problem, source)
     known = noted.get(problem)
+    if source in MISSES and found is None:  # counted for the note alone
+        mine = None if known is None else known.counter
+        found = mine or Counter(Path(os.devnull), communicator.environment.hard_key, problem, source)
     widest = policy if known is None else max(known.policy, policy, key=POLICIES.index)
     if known is None or known.counter is not found:
         known = noted[problem] = Note(found, 0 if found is None else found.count, widest)

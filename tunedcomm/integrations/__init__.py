@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 import tunedcomm.kernels  # noqa: F401 - chooses Triton's interpreter before a module here imports Inductor
+from tunedcomm import settings
 from tunedcomm.errors import UnsupportedVersionError
 
 _OLDEST = (2, 11)
@@ -27,3 +29,11 @@ def check_torch(what: str, instead: str) -> None:
         raise UnsupportedVersionError(
             f"{what} is known to work with {known}, this is {torch.__version__}; install one of those, or {instead}"
         )
+
+
+def after_warmup(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Do what TUNEDCOMM_AUTOTUNE says when a warm-up is over; collective over the group if that is anything."""
+    if settings.autotune():
+        from tunedcomm import warmup
+
+        warmup.after_warmup(group, device)

@@ -47,7 +47,7 @@ from tunedcomm.dispatch.dispatcher import MISSES, check_limit
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.integrations import check_torch
+from tunedcomm.integrations import after_warmup, check_torch
 from tunedcomm.ops.call import is_capturing, paths
 from tunedcomm.ops.collectives import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
 
@@ -617,6 +617,8 @@ def intercept(*groups: dist.ProcessGroup | None, max_count: int | None = None) -
     finally:
         interception._after = interception.calls()
         _leave(held)
+    for routed in held:
+        after_warmup(routed.group, routed.device)
 
 
 def install(*groups: dist.ProcessGroup | None, max_count: int | None = None) -> Interception:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import drop_at_exit, get_communicator
 from tunedcomm.dispatch.dispatcher import check_limit
+from tunedcomm.integrations import after_warmup
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
 from tunedcomm.ops.checks import check_tensor
 from tunedcomm.ops.collectives import all_reduce
@@ -106,8 +107,12 @@ class ServingAllReduce:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Do nothing: engines enter this around a graph's capture, but peers need no registration of its tensors."""
+        """Engines enter this around the captures of their graphs. Peers need no registration of its tensors.
+
+        On leaving it the group is tuned if TUNEDCOMM_AUTOTUNE says so; on every rank then.
+        """
         yield
+        after_warmup(self.group, self.device)
 
     def close(self) -> None:
         """Refuse from here on; the group's communicator lives on for other callers."""
