@@ -53,8 +53,10 @@ def variants_body() -> dict[str, object]:
     shapes = ((1, 8192), (3, 8192), (64, 8192), (300, 8192), (7, 5120), (129, 4096), (33, 128), (2, 2048))
     for seed, shape in enumerate(shapes):
         for dtype in ("bfloat16", "float16", "float32"):
-            layout = get_op(OP).layouts[(seed + len(dtype)) % 4]
-            scaling = "fp8" if seed % 4 == 1 else ""
+            layouts, scalings, turn = get_op(OP).layouts, get_op(OP).scalings, seed + len(dtype)
+            layout, scaling = layouts[turn % 4], "fp8" if seed % 4 == 1 else ""
+            if seed % 2 == 0:  # a form that is not basic
+                layout, scaling = layouts[turn % len(layouts)], scalings[2 + turn % (len(scalings) - 2)]
             problem = Problem(OP, shape, dtype, comm.world_size, layout=layout, scaling=scaling)
             inputs, expected = expected_of(problem, seed)
             for name in ordered():

@@ -149,3 +149,22 @@ def test_a_sweep_needs_an_op(sweep: Sweep) -> None:
     assert shown.exit_code == 2
     assert "--op" in shown.stderr
     assert sweep.spec is None
+
+
+@pytest.mark.parametrize(
+    ("model", "op", "scalings"),
+    [
+        ("deepseek-v3", "all_reduce_rms_norm", ("", "group128")),
+        ("llama3-70b", "all_reduce_rms_norm", ()),
+        ("deepseek-v3", "all_reduce", ()),
+        ("deepseek-v3 --scaling token,fp8+norm", "all_reduce_rms_norm", ("token", "fp8+norm")),
+    ],
+)
+def test_norms_of_models_that_ship_in_fp8_are_tuned_so_too(
+    sweep: Sweep, model: str, op: str, scalings: tuple[str, ...]
+) -> None:
+    shown = start(f"--model {model} --tp 4 --tokens 1", op=f"--op {op}")
+    assert shown.exit_code == 0, shown.output
+    assert sweep.spec is not None
+    assert sweep.spec.scalings == scalings
+    assert sweep.spec.shapes == (((1, 7168) if "deepseek" in model else (1, 8192)) if "norm" in op else (7168,),)

@@ -22,8 +22,9 @@ from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.selection.interpolate import related_problems
 from tunedcomm.selection.snapshot import Failure, Row, Snapshot, loans, matches, why_not_borrowed
-from tunedcomm.spec import get_variant
+from tunedcomm.spec import Problem, get_variant
 
 H100 = replace(H200, gpu="NVIDIA H100 80GB HBM3", memory_gib=80)
 A100 = replace(H200, gpu="NVIDIA A100-SXM4-80GB", num_sms=108, compute_capability=80, fabric="nvswitch-12")
@@ -354,3 +355,16 @@ def test_bench_hands_the_names_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TUNEDCOMM_BORROW", "H20")
     CliRunner().invoke(main.app, ["bench", "--op", "all_reduce", "--shape", "64", "--world-size", "2"])
     assert seen == ["", "H100,A100,x*", "H20"]
+
+
+def test_norms_that_quantise_borrow_from_each_other_alone() -> None:
+    """Their kernels are variants of their own; the basic forms have others."""
+
+    def borrowed(layout: str, scaling: str) -> set[str]:
+        problem = Problem("all_reduce_rms_norm", (8, 1024), "bfloat16", 4, layout=layout, scaling=scaling)
+        return {like.scaling for like, _ in related_problems(problem)}
+
+    assert borrowed("residual", "fp8") == {"fp8", ""}
+    assert borrowed("residual", "token") == {"token", "group128"}
+    assert borrowed("residual", "group128+columns+norm") == {"group128+columns+norm", "group128", "token"}
+    assert borrowed("residual+offset", "") == {"", "token", "group128"}

@@ -179,6 +179,11 @@ class SweepOptions:
             return shapes_for(models, world_size, tuple(map(int, tokens)) or DEFAULT_TOKENS, spec.name)
         return tuple(check_shape(text, spec) for text in split(self.shape))
 
+    def scalings(self, spec: OpSpec) -> tuple[str, ...]:
+        """The scalings of the models besides the op's usual one; none where no model ships in fp8."""
+        known = dict.fromkeys(model.scaling for model in self.models() if model.scaling in spec.scalings)
+        return (spec.scalings[0], *known) if any(known) else ()
+
 
 Options = TypeVar("Options", bound="ProblemOptions | SweepOptions")
 

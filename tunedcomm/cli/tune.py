@@ -156,7 +156,8 @@ def tune(
         backend=backend,
         reductions=tuple(check_option("reduction", name, spec) for name in split(reduction) or (None,)),
         layouts=tuple(check_option("layout", name, spec) for name in split(layout)),
-        scalings=tuple(check_option("scaling", name, spec, dtype) for dtype in dtypes for name in split(scaling)),
+        scalings=tuple(check_option("scaling", name, spec, dtype) for dtype in dtypes for name in split(scaling))
+        or options.scalings(spec),
         input_kinds=kinds_of(options.input_kind),
         in_place={"no": (False,), "yes": (True,), "both": (False, True)}[in_place],
         variants=tuple(known_variant(spec.name, name) for name in split(variants)),

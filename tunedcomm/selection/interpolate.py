@@ -197,7 +197,10 @@ def _other_extras(problem: Problem) -> list[tuple[str, str]]:
         scalings = dict.fromkeys((problem.scaling, *(("rowwise", "tensorwise") if problem.scaling else ())))
     elif problem.op == "all_reduce_rms_norm":
         layouts = dict.fromkeys((problem.layout, "residual", "bias+residual", "", "bias"))
-        scalings = dict.fromkeys((problem.scaling, ""))
+        base, *more = problem.scaling.split("+")
+        # Of forms with kernels of their own, those that quantise with scales of their own.
+        has_own = more or base not in ("", "fp8") or "offset" in problem.layout or "full_bias" in problem.layout
+        scalings = dict.fromkeys((problem.scaling, base, *(("token", "group128") if has_own else ("",))))
     else:
         return []
     return [(layout, scaling) for scaling in scalings for layout in layouts][1:]

@@ -78,6 +78,8 @@ class Model:
         num_heads, num_kv_heads: attention heads, and heads that keys and values have.
         head_dim: of a query's head.
         dtype: of the activations, which is what ranks send.
+        scaling: of activations before weights that are published in fp8, as `all_reduce_rms_norm` names it; "" where
+            weights are published in the activations' dtype.
         experts: None for a dense model.
         latent: None where keys and values are projected from the hidden state directly.
         source: where the numbers come from.
@@ -95,6 +97,7 @@ class Model:
     dtype: str
     source: Source
     aliases: tuple[str, ...] = ()
+    scaling: str = ""
     experts: Experts | None = None
     latent: LatentAttention | None = None
 
