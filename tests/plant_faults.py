@@ -161,7 +161,11 @@ FAULTS = [
             "if reason := None:\n        raise InfeasibleError",
         ),
     ),
-    fault("dispatch", "policy_unchecked", ("if policy not in POLICIES:", "if policy in ():")),
+    fault(
+        "dispatch",
+        "policy_unchecked",
+        ("if policy is not None and policy not in settings.POLICIES:", "if policy in ():"),
+    ),
     fault(
         "dispatch",
         "plans_survive_force",

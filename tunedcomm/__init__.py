@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tunedcomm.integrations.intercept import intercept as intercept
     from tunedcomm.integrations.intercept import uninstall as uninstall
     from tunedcomm.integrations.serving import ServingAllReduce as ServingAllReduce
+    from tunedcomm.ops.call import numerics as numerics
     from tunedcomm.ops.collectives import all_gather as all_gather
     from tunedcomm.ops.collectives import all_reduce as all_reduce
     from tunedcomm.ops.collectives import all_reduce_ as all_reduce_
@@ -56,6 +57,7 @@ _HOMES = {
     "integrations.fusion": "FusionPass fusion_pass",
     "integrations.intercept": "install intercept uninstall",
     "integrations.serving": "ServingAllReduce",
+    "ops.call": "numerics",
     "ops.collectives": "all_gather all_reduce all_reduce_ all_reduce_bias all_reduce_rms_norm all_to_all all_to_all_v "
     "reduce_scatter",
     "ops.experts": "Sent ep_combine ep_dispatch",

@@ -21,6 +21,7 @@ FORCE_PREFIX = "TUNEDCOMM_FORCE_"
 MODES = ("cached", "off", "force")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 NETWORK_MODES = ("auto", "no")
+POLICIES = ("default", "ordered", "any")
 # Kernels count nanoseconds in 64 bits, from a clock that may have begun in 1970.
 _MOST_PEER_TIMEOUT_S = 1e9
 _OFF = ("0", "off", "no", "false")
@@ -255,6 +256,15 @@ node_of_rank: Setting[tuple[int, ...]] = Setting(
     allowed="whole numbers from 0 on separated by `,`, one for each rank of the default group, e.g. `0,0,1,1`",
     meaning="Which ranks share a node and so each other's memory, where host names do not say it, and for tests on "
     "one host. All ranks of a group must agree on it.",
+)
+numerics = Setting(
+    name="TUNEDCOMM_NUMERICS",
+    default="default",
+    parse=_one_of(*POLICIES),
+    allowed=", ".join(f"`{policy}`" for policy in POLICIES),
+    meaning="The numerics policy of calls that name none, outside of `tunedcomm.numerics(…)`: the classes of variants "
+    "that may run. With `ordered` results do not depend on tuning, and an op that cannot be so is an error. All ranks "
+    "of a group must agree on it.",
 )
 peer_timeout_s = Setting(
     name="TUNEDCOMM_PEER_TIMEOUT_S",

@@ -27,7 +27,7 @@ from dispatch_table import (
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.spec import Problem, get_variant
+from tunedcomm.spec import get_variant
 
 
 def the_tuned_variant_runs(rank: int) -> None:
@@ -151,19 +151,15 @@ def numerics_policies(rank: int) -> None:
     name, out = ran(lambda: tunedcomm.all_reduce(far, numerics="ordered"))
     assert get_variant("all_reduce", name).numerics == "ordered"
     assert same_bits(out, wanted)
-    untuned = torch.ones(SMALL, dtype=torch.bfloat16)
+    name, out = ran(lambda: tunedcomm.all_reduce(torch.ones(SMALL, dtype=torch.bfloat16), numerics="ordered"))
+    assert get_variant("all_reduce", name).numerics == "ordered"
+    assert (out == WORLD_SIZE).all()
     hopeless = r"tuning would find none: .*goes to the library.*Allow numerics='default'"
-    for tensor, op, text in (
-        (untuned, "sum", r"run `tunedcomm tune`, or allow numerics='default'"),
-        (x, "max", hopeless),
-        (torch.ones(8, dtype=torch.int64), "sum", hopeless),
-    ):
+    for tensor, op in ((x, "max"), (torch.ones(8, dtype=torch.int64), "sum")):
         launched.clear()
-        with pytest.raises(tunedcomm.InfeasibleError, match=text):
+        with pytest.raises(tunedcomm.InfeasibleError, match=hopeless):
             tunedcomm.all_reduce(tensor, op=op, numerics="ordered")
         assert launched == []
-    with pytest.raises(tunedcomm.InfeasibleError, match=r"policy 'ordered' admits no candidate"):
-        tunedcomm.explain(get_communicator(), Problem("all_reduce", (8,), "bfloat16", 2), policy="ordered")
 
 
 def same_bits_on_every_rank(rank: int) -> None:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels.common import sync
 from tunedcomm.kernels.common.launch import within
 from tunedcomm.selection.snapshot import Snapshot, gc_paused
-from tunedcomm.spec import Candidate, Limits, Problem, get_variant, ops, variants
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_variant, ops, variants
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout, limits_for
 from tunedcomm.symm.nodes import NodeGroups, NoWorkspace, make_node_groups, node_name, nodes_of, ranks_per_node
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tunedcomm")
 
 T = TypeVar("T")
+# The policies of the blocks of `tunedcomm.numerics` that are open, the innermost last.
+policies: list[NumericsPolicy] = []
 # Attributes of a communicator that reach its process group.
 _HOLD_GROUPS = "group workspace _no_workspace node_groups plans fast_calls _captured _retired _watched"
 
@@ -89,6 +91,7 @@ class AgreedSettings:
     debug: bool = field(default_factory=settings.debug)
     nan_check: bool = field(default_factory=settings.nan_check)
     node_of_rank: tuple[int, ...] = field(default_factory=settings.node_of_rank)
+    numerics: str = field(default_factory=settings.numerics)
     peer_timeout_s: float = field(default_factory=settings.peer_timeout_s)
     workspace_bytes: int = field(default_factory=settings.workspace_bytes)
     sources: Mapping[str, str] = field(default_factory=_source_hashes)
@@ -97,7 +100,8 @@ class AgreedSettings:
         """The values to compare, one for each variable and source."""
         values = asdict(self)
         sources = values.pop("sources")
-        return {**values, **{f"source hash of {name}": text for name, text in sources.items()}}
+        here = {"tunedcomm.numerics": policies[-1]} if policies else {}
+        return {**values, **here, **{f"source hash of {name}": text for name, text in sources.items()}}
 
 
 def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
@@ -271,6 +275,12 @@ class Communicator:
         made.nan_watch, made.noted = None, None
         made._make_state(for_kernels=for_kernels)
         return made
+
+    def policy(self, numerics: NumericsPolicy | None) -> NumericsPolicy:
+        """The policy of a call: its own, else that of the block of `tunedcomm.numerics`, else TUNEDCOMM_NUMERICS."""
+        if numerics is not None:
+            return numerics
+        return policies[-1] if policies else cast("NumericsPolicy", self.settings.numerics)
 
     def exchange(self, value: object) -> list[Any]:
         """Every rank's `value`, by rank; collective."""

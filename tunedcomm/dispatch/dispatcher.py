@@ -15,7 +15,6 @@ from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, check_candidate, get_variant, variants
 
-POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
 # Sources of decisions on problems that were not tuned.
 MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
 # Op to the variant and config that `force` names for it now.
@@ -89,7 +88,7 @@ def check_limit(name: str, limit: int | None, unit: str) -> None:
         raise UnsupportedInputError(f"{name}={limit!r} is no number of {unit}; pass an integer from 0 on, or None")
 
 
-def check_policy(policy: NumericsPolicy) -> None:
-    """Raise UnsupportedInputError for an unknown numerics policy."""
-    if policy not in POLICIES:
-        raise UnsupportedInputError(f"numerics={policy!r} is not a policy; allowed: {', '.join(POLICIES)}")
+def check_policy(policy: NumericsPolicy | None) -> None:
+    """Raise UnsupportedInputError for an unknown numerics policy; None stands for the one in force."""
+    if policy is not None and policy not in settings.POLICIES:
+        raise UnsupportedInputError(f"numerics={policy!r} is not a policy; allowed: {', '.join(settings.POLICIES)}")

@@ -137,6 +137,16 @@ def _library_instead(decision: Decision, reason: str) -> Decision:
     return Decision(candidate=library, source="library", why=why, passed_over=passed_over)
 
 
+def check_library(problem: Problem, policy: NumericsPolicy, why: str) -> None:
+    """Refuse to run the library where the policy does not admit it.
+
+    Raises:
+        InfeasibleError: the library would have to serve, for the reason `why`.
+    """
+    if not admits(policy, get_variant(problem.op, "library").numerics):
+        raise InfeasibleError(f"numerics={policy!r} does not admit the library, which would serve {problem}: {why}")
+
+
 def library_plan(communicator: Communicator, problem: Problem) -> Plan:
     """The library, for calls of which too little is known to choose a kernel, or nothing may be compiled or loaded."""
     library = Candidate.of(problem.op, "library", {})
@@ -150,6 +160,7 @@ def _decision(communicator: Communicator, problem: Problem, policy: NumericsPoli
     check_limit("max_sms", max_sms, "SMs")
     forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
     if forced is None and communicator.settings.mode == "off":
+        check_library(problem, policy, "TUNEDCOMM_MODE=off")
         forced = Candidate.of(problem.op, "library", {})
     decision = decide(
         problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced, max_sms=max_sms
@@ -163,7 +174,11 @@ def _decision(communicator: Communicator, problem: Problem, policy: NumericsPoli
 
 
 def explain(
-    communicator: Communicator, problem: Problem, *, policy: NumericsPolicy = "default", max_sms: int | None = None
+    communicator: Communicator,
+    problem: Problem,
+    *,
+    policy: NumericsPolicy | None = None,
+    max_sms: int | None = None,
 ) -> Decision:
     """The decision for `problem` on a communicator, with every reason; binds and launches nothing.
 
@@ -192,7 +207,9 @@ def explain(
         raise UnsupportedInputError(
             f"the problem is one of {problem.world_size} ranks, the communicator has {communicator.world_size}"
         )
-    return note_force_mode(_decision(communicator, problem, policy, max_sms), communicator.settings.mode)
+    check_policy(policy)
+    decision = _decision(communicator, problem, communicator.policy(policy), max_sms)
+    return note_force_mode(decision, communicator.settings.mode)
 
 
 @contextlib.contextmanager

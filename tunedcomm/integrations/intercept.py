@@ -43,13 +43,14 @@ from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import Communicator, drop_at_exit, get_communicator, on_forget
-from tunedcomm.dispatch.dispatcher import MISSES, check_limit
+from tunedcomm.dispatch.dispatcher import MISSES, check_limit, check_policy
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
 from tunedcomm.dispatch.plans import Plan
-from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations import after_warmup, check_torch
 from tunedcomm.ops.call import is_capturing, paths
 from tunedcomm.ops.collectives import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
+from tunedcomm.spec import NumericsPolicy, admits
 
 _lock = threading.RLock()
 # Groups that are intercepted now. Read without a lock: a call that races with a block's end goes either way.
@@ -108,6 +109,7 @@ class RoutedGroup:
     Attributes:
         device: where it works, known also while there is no communicator.
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
+        numerics: policy of its calls; None: the one in force.
         depth: number of blocks and installs that hold it.
         record: every routing so far, also those that were replaced since.
     """
@@ -115,6 +117,7 @@ class RoutedGroup:
     group: dist.ProcessGroup
     device: torch.device
     max_count: int | None = None
+    numerics: NumericsPolicy | None = None
     depth: int = 0
     record: dict[RoutedCall, Routing] = field(default_factory=dict)
     side_stream: Any = None
@@ -136,7 +139,8 @@ class RoutedGroup:
     def serves(self, call: str, op: str, x: torch.Tensor, reduction: str = "") -> bool:
         """Count a call of the operator `call`, which is tunedcomm's `op` of `x`; True if kernels serve it."""
         capturing = is_capturing()
-        key = (call, op, reduction, x.shape, x.dtype, x.device, x.layout, capturing)
+        policy = self.communicator.policy(self.numerics)
+        key = (call, op, reduction, x.shape, x.dtype, x.device, x.layout, capturing, policy)
         routing = self._routings.get(key)
         if routing is None:
             routing = self._decide(call, op, x, reduction)
@@ -171,6 +175,8 @@ class RoutedGroup:
                 plan = self._plan(call, op, x, reduction)
             except UnsupportedInputError as error:
                 why = str(error)
+        if why and reduction in ("sum", "avg") and self._must_be_ordered(x):
+            raise InfeasibleError(f"{problem} would go to the library, and numerics='ordered' does not admit it: {why}")
         if plan is not None:
             candidate = plan.decision.candidate
             by = "" if candidate.variant == "library" else str(candidate)
@@ -181,6 +187,12 @@ class RoutedGroup:
             missed = not by and plan.decision.source in MISSES
             routing.miss = misses.counter(self.communicator, plan.problem, plan.decision.source) if missed else None
         return routing
+
+    def _must_be_ordered(self, x: torch.Tensor) -> bool:
+        """True if the library may not sum `x`: its sums of floats are not ordered."""
+        communicator = self.communicator
+        is_sum = communicator.world_size > 1 and x.numel() > 0 and x.is_floating_point()
+        return is_sum and not admits(communicator.policy(self.numerics), "library")
 
     def _unfit(self, op: str, x: torch.Tensor) -> str:
         """The reason why a call cannot go to the dispatcher, from facts that all ranks share; "" if it can."""
@@ -200,10 +212,11 @@ class RoutedGroup:
     @torch.no_grad()
     def _plan(self, call: str, op: str, x: torch.Tensor, reduction: str) -> Plan:
         if op == "all_to_all_v":
-            return paths[op].planned((x,), (None, None, self.max_count), self.group)
+            return paths[op].planned((x,), (None, None, self.max_count), self.group, "default")
         reduced = (reduction,) if reduction else ()
         options = (*reduced, 0) if op in ("all_gather", "reduce_scatter") else reduced
-        return paths[op].planned((x,), options, self.group, in_place=call in _IN_PLACE)
+        numerics = self.numerics if reduction else "default"
+        return paths[op].planned((x,), options, self.group, numerics, in_place=call in _IN_PLACE)
 
     def counts(self) -> dict[RoutedCall, int]:
         """Calls of every kind so far."""
@@ -284,7 +297,8 @@ def _reduce(of: RoutedGroup, x: torch.Tensor, reduction: str, out: torch.Tensor 
     """All-reduce `x` into a new tensor, or into `x`."""
     x = x.detach()
     plain = of.plain(x)
-    found = all_reduce(plain, op=reduction, group=of.group, out=None if out is None else plain)
+    target = None if out is None else plain
+    found = all_reduce(plain, op=reduction, group=of.group, out=target, numerics=of.numerics)
     return x.copy_(found) if out is not None and plain is not x else found
 
 
@@ -451,7 +465,7 @@ def _resized(
     fits = size == ranks and x.dim() > 0 if out is None else _fits(x, out, times, over)
     if not fits or not of.serves(call, op, x if out is None else _flat(x), reduction):
         return None
-    collective = partial(reduce_scatter, op=reduction) if reduction else all_gather
+    collective = partial(reduce_scatter, op=reduction, numerics=of.numerics) if reduction else all_gather
     if out is None or async_op is None:
         return lambda: _inside(lambda: _run(of, collective, x, out))
     return lambda: (out, _start(of, lambda: _run(of, collective, x, out), [out], (x, out), async_op))
@@ -546,20 +560,25 @@ def _register() -> None:
     _device_keys.update(wanted)
 
 
-def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) -> tuple[RoutedGroup, ...]:
+def _enter(
+    groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None, numerics: NumericsPolicy | None
+) -> tuple[RoutedGroup, ...]:
     """Intercept groups once more, collectively over each of them."""
     check_torch("tunedcomm.intercept()", "call tunedcomm.all_reduce and its like directly")
     check_limit("max_count", max_count, "rows")
+    check_policy(numerics)
     # Collective; raises for a group that this rank is not in, or where there is no default group.
     communicators = [get_communicator(group) for group in groups or (None,)]
     with _lock:
         for gone in [group for group in _by_group if group not in distributed_c10d._world.pg_names]:
             del _by_group[gone]
-        held = [_by_group.get(each.group) or RoutedGroup(each.group, each.device, max_count) for each in communicators]
+        asked = (max_count, numerics)
+        held = [_by_group.get(each.group) or RoutedGroup(each.group, each.device, *asked) for each in communicators]
         for routed in held:
-            if routed.max_count != max_count:
+            if (routed.max_count, routed.numerics) != asked:
                 raise UnsupportedInputError(
-                    f"the group is intercepted with max_count={routed.max_count} already; pass the same"
+                    f"the group is intercepted with max_count={routed.max_count} and numerics={routed.numerics!r} "
+                    "already; pass the same"
                 )
         for routed in held:
             routed.depth += 1
@@ -584,7 +603,9 @@ def _leave(groups: tuple[RoutedGroup, ...]) -> None:
 
 
 @contextlib.contextmanager
-def intercept(*groups: dist.ProcessGroup | None, max_count: int | None = None) -> Iterator[Interception]:
+def intercept(
+    *groups: dist.ProcessGroup | None, max_count: int | None = None, numerics: NumericsPolicy | None = None
+) -> Iterator[Interception]:
     """Serve PyTorch's collectives on `groups` by tunedcomm inside the `with` block, with no line of the model changed.
 
     Served where the dispatcher chooses a kernel: `torch.distributed`'s `all_reduce`, `all_gather_into_tensor`,
@@ -598,6 +619,8 @@ def intercept(*groups: dist.ProcessGroup | None, max_count: int | None = None) -
         max_count: rows at most that any rank sends any rank by `all_to_all_single` with split sizes, the same on every
             rank; see `all_to_all_v`. Without it such calls are the library's: ranks do not know each other's sizes and
             must choose alike. Functional all_to_all always has split sizes.
+        numerics: the policy of these calls, as of `all_reduce`. With `ordered` a sum or mean of floats that no ordered
+            variant can serve raises InfeasibleError and does not go to the library.
 
     Yields:
         Which calls were served and by what, which were not and why.
@@ -605,12 +628,13 @@ def intercept(*groups: dist.ProcessGroup | None, max_count: int | None = None) -
     Raises:
         NotInitializedError: no default process group.
         GroupError: not a member of a group, or it has no backend for this device.
-        UnsupportedInputError: `max_count` is no number of rows, or not the one of a block around this.
+        UnsupportedInputError: `max_count` is no number of rows, `numerics` no policy, or one of them is not that of a
+            block around this.
         UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.13 are).
 
     Results equal the library's within the tolerance of the variants: `ordered` ones sum in fp32 in rank order.
     """
-    held = _enter(groups, max_count)
+    held = _enter(groups, max_count, numerics)
     interception = Interception(held)
     try:
         yield interception
@@ -621,9 +645,11 @@ def intercept(*groups: dist.ProcessGroup | None, max_count: int | None = None) -
         after_warmup(routed.group, routed.device)
 
 
-def install(*groups: dist.ProcessGroup | None, max_count: int | None = None) -> Interception:
+def install(
+    *groups: dist.ProcessGroup | None, max_count: int | None = None, numerics: NumericsPolicy | None = None
+) -> Interception:
     """`intercept` from here on, until `uninstall()` or the end of the process; arguments and errors are the same."""
-    held = _enter(groups, max_count)
+    held = _enter(groups, max_count, numerics)
     _installed.append(held)
     return Interception(held)
 

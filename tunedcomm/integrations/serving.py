@@ -25,11 +25,13 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import drop_at_exit, get_communicator
-from tunedcomm.dispatch.dispatcher import check_limit
+from tunedcomm.dispatch.dispatcher import check_limit, check_policy
+from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations import after_warmup
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
 from tunedcomm.ops.checks import check_tensor
 from tunedcomm.ops.collectives import all_reduce
+from tunedcomm.spec import NumericsPolicy
 
 
 class ServingAllReduce:
@@ -42,6 +44,8 @@ class ServingAllReduce:
             `cpu_group` that their own kernels are given. None: the default group.
         device: where the engine's tensors are; by default the current CUDA device, or the CPU where there is none.
         max_bytes: larger tensors are left to the engine; None: no limit besides what was tuned.
+        numerics: the policy of its sums, as of `all_reduce`. With `ordered` it takes every tensor, so `max_bytes` must
+            be None, and raises InfeasibleError for what no ordered variant can sum.
 
     Attributes:
         disabled: True after `close()`; engines look at it before they ask.
@@ -50,7 +54,7 @@ class ServingAllReduce:
     Raises:
         NotInitializedError: no default process group.
         GroupError: not a member of the group, or it has no backend for the device.
-        UnsupportedInputError: `max_bytes` is no number of bytes.
+        UnsupportedInputError: `max_bytes` is no number of bytes, or given with `ordered`; no such policy.
     """
 
     def __init__(
@@ -59,15 +63,20 @@ class ServingAllReduce:
         device: torch.device | str | None = None,
         *,
         max_bytes: int | None = None,
+        numerics: NumericsPolicy | None = None,
     ) -> None:
         check_limit("max_bytes", max_bytes, "bytes")
+        check_policy(numerics)
         communicator = get_communicator(group, None if device is None else torch.device(device))
+        if max_bytes is not None and communicator.policy(numerics) == "ordered":
+            raise UnsupportedInputError("max_bytes leaves tensors to the engine, which numerics='ordered' forbids")
         drop_at_exit(self, "group")
         self.group, self.device = communicator.group, communicator.device
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.max_bytes = max_bytes
         self.disabled = False
-        self._routed = RoutedGroup(self.group, self.device)
+        self.numerics = numerics
+        self._routed = RoutedGroup(self.group, self.device, numerics=numerics)
 
     def should_use(self, x: torch.Tensor) -> bool:
         """True if a kernel is expected to be faster than the library here; the same on every rank.
@@ -94,8 +103,8 @@ class ServingAllReduce:
         x = x.detach()
         plain = self._routed.plain(x)
         if plain is x or out is None or out.data_ptr() != x.data_ptr():
-            return all_reduce(plain, group=self.group, out=out)
-        return out.copy_(all_reduce(plain, group=self.group, out=plain))
+            return all_reduce(plain, group=self.group, out=out, numerics=self.numerics)
+        return out.copy_(all_reduce(plain, group=self.group, out=plain, numerics=self.numerics))
 
     def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
         """`all_reduce` into a new tensor, or None where `should_use(x)` is False."""

@@ -50,7 +50,7 @@ def _all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (dim,), (group_size, group, max_sms) = ctx.options, ctx.settings
-    rest = (group_size, group, "default", max_sms)
+    rest = (group_size, group, None, max_sms)
     if grad.is_complex():
         whole = torch.view_as_real(grad.resolve_conj())  # as the gradient of a conjugate is
         mine = torch.view_as_complex(_ops.reduce_scatter(whole, "sum", dim % max(grad.dim(), 1), *rest))
@@ -202,7 +202,7 @@ def _ep_dispatch(ctx: Any, grad: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
     ids, rows = ctx.saved_tensors
     group_size, group, max_sms = ctx.settings
     ones = torch.ones_like(ids, dtype=torch.promote_types(grad.dtype, torch.float32))
-    return (_ops.ep_combine(grad, ones, ids, rows, ctx.options[0], group_size, group, "default", max_sms),)
+    return (_ops.ep_combine(grad, ones, ids, rows, ctx.options[0], group_size, group, None, max_sms),)
 
 
 def _keep_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -236,7 +236,7 @@ def _ep_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         used = by_row(torch.ones_like(rows, dtype=wide)) > 0
         dots = torch.where(used, (come * flat.to(wide)).sum(-1), 0.0)
         dots = torch.nn.functional.pad(dots, (0, 1))[target].view(-1, rows.shape[2])
-        grad_weights = _ops.reduce_scatter(dots, "sum", 0, group_size, group, "default", max_sms).to(weights.dtype)
+        grad_weights = _ops.reduce_scatter(dots, "sum", 0, group_size, group, None, max_sms).to(weights.dtype)
     return grad_results, grad_weights
 
 

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget
+from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, policies
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy
-from tunedcomm.dispatch.plans import Plan, library_plan, plan_for
+from tunedcomm.dispatch.plans import Plan, check_library, library_plan, plan_for
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops.checks import check_apart, check_differentiable, check_fits, check_input, goes_by_operator
@@ -216,14 +216,16 @@ class Asked(NamedTuple):
         aliases: for each output, the index of the input that it is, or −1.
         numerics, max_sms: as the caller gave them.
         capturing: whether a graph is being captured.
+        policy: the numerics policy, where the caller gave none the one in force.
     """
 
     options: tuple[Any, ...]
     present: tuple[bool, ...]
     aliases: tuple[int, ...]
-    numerics: NumericsPolicy
+    numerics: NumericsPolicy | None
     max_sms: int | None
     capturing: bool
+    policy: NumericsPolicy
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -280,25 +282,71 @@ problem_of = functools.lru_cache(1024)(Problem)
 paths: dict[str, CallPath[Any]] = {}
 
 
+@contextlib.contextmanager
+def numerics(policy: NumericsPolicy) -> Iterator[None]:
+    """Let calls inside the `with` block that pass no `numerics` of their own have this one.
+
+    It holds for the whole process, so for gradients that other threads compute, and for compiled code wherever it was
+    compiled; graphs that are captured keep the kernels of their capture. Enter it on all ranks alike. Blocks may be
+    nested; entering and leaving one costs about a microsecond, and repeated calls inside cost what others do.
+
+    Args:
+        policy: `default`, `ordered` or `any`, as of `all_reduce`.
+
+    Raises:
+        UnsupportedInputError: no such policy.
+    """
+    if policy is None:
+        raise UnsupportedInputError("numerics(None) is no policy; pass default, ordered or any")
+    check_policy(policy)
+    policies.append(policy)
+    _switch()
+    try:
+        yield
+    finally:
+        del policies[len(policies) - 1 - policies[::-1].index(policy)]
+        _switch()
+
+
+def _switch() -> None:
+    for path in paths.values():
+        path.switch()
+
+
 class CallPath(Generic[Result]):
     """The path of one op's calls.
 
     Attributes:
         last: process group to the fast call that served it last; nearly always that of its next call, which asks.
             Calls without a group look up the default one each time, for groups may be destroyed and made again.
+            Each policy of `tunedcomm.numerics` has a dict of its own: a repeated call need not ask which is in force.
     """
 
     def __init__(self, form: Form) -> None:
         self.form = form
         self._names = form.inputs if len(form.inputs) > 1 else ("",)  # in errors
-        self.last: dict[Group, Callable[..., Result | None]] = {}
+        self._lasts: dict[NumericsPolicy | None, dict[Group, Callable[..., Result | None]]] = {}
+        self.switch()
         self._communicators: dict[tuple[Group, torch.device], Communicator] = {}
         paths[form.operator] = self
         on_forget(self._communicators.clear)
-        on_forget(self.last.clear)
+        on_forget(self._forget)
+
+    def switch(self) -> None:
+        """Let `last` be that of the policy in force."""
+        self.last = self._lasts.setdefault(policies[-1] if policies else None, {})
+
+    def _forget(self) -> None:
+        for last in self._lasts.values():
+            last.clear()
 
     def call(
-        self, tensors: Tensors, options: tuple[Any, ...], group: Group, numerics: NumericsPolicy, max_sms: int | None
+        self,
+        tensors: Tensors,
+        options: tuple[Any, ...],
+        group: Group,
+        numerics: NumericsPolicy | None,
+        max_sms: int | None,
     ) -> Result:
         """Serve a call that `last` did not.
 
@@ -316,7 +364,12 @@ class CallPath(Generic[Result]):
         return self.serve(tensors, options, group, numerics, max_sms)
 
     def operate(
-        self, tensors: Tensors, options: tuple[Any, ...], group: Group, numerics: NumericsPolicy, max_sms: int | None
+        self,
+        tensors: Tensors,
+        options: tuple[Any, ...],
+        group: Group,
+        numerics: NumericsPolicy | None,
+        max_sms: int | None,
     ) -> Result:
         """Serve a call by the operator: what is recorded or traced. Traced by Dynamo itself."""
         form = self.form
@@ -361,15 +414,21 @@ class CallPath(Generic[Result]):
         return found
 
     def serve(
-        self, tensors: Tensors, options: tuple[Any, ...], group: Group, numerics: NumericsPolicy, max_sms: int | None
+        self,
+        tensors: Tensors,
+        options: tuple[Any, ...],
+        group: Group,
+        numerics: NumericsPolicy | None,
+        max_sms: int | None,
     ) -> Result:
         """`call` for plain tensors, at once."""
         form, x = self.form, tensors[0]
         if not isinstance(x, torch.Tensor):
             check_input(form.op, x, self._names[0])
         communicator = self.communicator(x, group)
+        lasts, policy = self.last, communicator.policy(numerics)  # in this order: another thread may switch policies
         present = tuple([tensor is not None for tensor in tensors]) if form.repeats else ()
-        asked = Asked(options, present, self._aliases(tensors), numerics, max_sms, is_capturing())
+        asked = Asked(options, present, self._aliases(tensors), numerics, max_sms, is_capturing(), policy)
         known: tuple[FastCall, ...] | None = None
         calls = communicator.fast_calls  # another one if the call itself makes the group choose anew
         if form.repeats and not communicator.settings.debug:
@@ -378,22 +437,30 @@ class CallPath(Generic[Result]):
                 known = calls.get(key, ())
         if known is None:
             return _unpacked(self._serve(communicator, tensors, asked)[0])  # type: ignore[no-any-return]
-        last = self.last.get(group)
+        last = lasts.get(group)
         for fast in known:
             result: Result | None = None if fast is last else fast(*tensors, *options, numerics, max_sms)
             if result is not None:
-                self.last[group] = fast
+                lasts[group] = fast
                 return result
         results, plan = self._serve(communicator, tensors, asked)
         if plan is not None and len(known) < _MAX_FAST_CALLS and calls is communicator.fast_calls:
             made = make_fast_call(communicator, form, plan, (tensors, results), asked)
             if made is not None:
                 calls[key] = (*known, made)
-                self.last[group] = made
+                lasts[group] = made
         return _unpacked(results)  # type: ignore[no-any-return]
 
-    def planned(self, inputs: Tensors, options: tuple[Any, ...], group: Group, *, in_place: bool = False) -> Plan:
-        """The plan of a call with such inputs in plain memory, by the default policy; bound now, but not launched.
+    def planned(
+        self,
+        inputs: Tensors,
+        options: tuple[Any, ...],
+        group: Group,
+        numerics: NumericsPolicy | None,
+        *,
+        in_place: bool = False,
+    ) -> Plan:
+        """The plan of a call with such inputs in plain memory; bound now, but not launched.
 
         Raises:
             UnsupportedInputError: the call would be refused.
@@ -404,7 +471,7 @@ class CallPath(Generic[Result]):
             check_input(self.form.op, tensor, name)
         self.form.check(inputs, options, communicator.world_size)
         inputs = tuple(tensor.detach() for tensor in inputs)
-        asked = Asked(options, (), (), "default", None, is_capturing())
+        asked = Asked(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
         return self._plan(communicator, inputs, asked, in_place=in_place, symmetric=False)[0]
 
     def _aliases(self, tensors: Tensors, *, by_memory: bool = False) -> tuple[int, ...]:
@@ -456,7 +523,7 @@ class CallPath(Generic[Result]):
         return plan if served is inputs else None
 
     def results(
-        self, inputs: Tensors, options: Any, world_size: int, numerics: NumericsPolicy, max_sms: int | None
+        self, inputs: Tensors, options: Any, world_size: int, numerics: NumericsPolicy | None, max_sms: int | None
     ) -> Results:
         """Shape and dtype of every output, from shapes, dtypes and devices alone.
 
@@ -507,7 +574,7 @@ class CallPath(Generic[Result]):
             "op": form.operator,
             **problem.to_dict(),
             "options": form.common_options(asked.options),
-            "numerics": asked.numerics,
+            "numerics": asked.policy,
             "max_sms": asked.max_sms,
         }
 
@@ -563,7 +630,7 @@ class CallPath(Generic[Result]):
         problem = form.problem(inputs, asked.options, communicator.world_size)
         if form.tells_memory:
             problem = replace(problem, in_place=in_place, input_kind="symmetric" if symmetric else "plain")
-        key = (problem, asked.numerics, asked.max_sms)
+        key = (problem, asked.policy, asked.max_sms)
         found: Plan | None = communicator.plans.get((*key, capturing))
         if found is not None:
             return found, True
@@ -572,6 +639,9 @@ class CallPath(Generic[Result]):
             plan = communicator.plans[(*key, capturing)] = library_plan(communicator, replace(problem, mode=mode))
             return plan, True
         if capturing:
+            check_library(
+                replace(problem, mode="graph"), asked.policy, "it is captured without having been called before"
+            )
             logger.warning(
                 "%s is captured without having been called before: the library serves it in this graph; run the same "
                 "call once before the capture (a warm-up) to have it tuned",
@@ -580,7 +650,7 @@ class CallPath(Generic[Result]):
             return library_plan(communicator, replace(problem, mode="graph")), False
         modes: tuple[Mode, ...] = ("eager", "graph") if inputs[0].is_cuda else ("eager",)
         for mode in modes:
-            plan = plan_for(communicator, replace(problem, mode=mode), asked.numerics, asked.max_sms)
+            plan = plan_for(communicator, replace(problem, mode=mode), asked.policy, asked.max_sms)
             communicator.plans[(*key, mode == "graph")] = plan
         return communicator.plans[(*key, False)], True
 

@@ -95,7 +95,7 @@ def all_reduce(
     op: str = "sum",
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
 ) -> torch.Tensor:
@@ -146,7 +146,7 @@ def all_reduce_(
     *,
     op: str = "sum",
     group: dist.ProcessGroup | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
 ) -> torch.Tensor:
@@ -294,7 +294,7 @@ def reduce_scatter(
     dim: int = 0,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
 ) -> torch.Tensor:
@@ -555,7 +555,7 @@ def all_reduce_bias(
     *,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
 ) -> torch.Tensor:
     """Sum `x` over all ranks of `group` and add `bias`; every rank gets the result.
@@ -752,7 +752,7 @@ def _is_full(bias: torch.Tensor | None) -> bool:
 
 
 def rms_norm_quantized(
-    tensors: Tensors, options: tuple[Any, ...], group: Group, numerics: NumericsPolicy, max_sms: int | None
+    tensors: Tensors, options: tuple[Any, ...], group: Group, numerics: NumericsPolicy | None, max_sms: int | None
 ) -> tuple[torch.Tensor, ...]:
     """(y, residual_out, scales, norm) of a form that is not basic, as the operator has them."""
     if not is_dynamo_compiling():
@@ -777,7 +777,7 @@ def all_reduce_rms_norm(
     residual_out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale: torch.Tensor | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     quantize: Literal["tensor"] | None = None,
     with_norm: Literal[False] = False,
@@ -796,7 +796,7 @@ def all_reduce_rms_norm(
     residual_out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale: torch.Tensor | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     quantize: Quantize,
     scales_layout: Literal["row", "column"] = "row",
@@ -816,7 +816,7 @@ def all_reduce_rms_norm(
     residual_out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale: torch.Tensor | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     quantize: Quantize | None = None,
     scales_layout: Literal["row", "column"] = "row",

@@ -284,7 +284,7 @@ def ep_combine(
     topk_weights: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
 ) -> torch.Tensor:
     """Bring the experts' results back to the ranks of their tokens, and sum them by weight.

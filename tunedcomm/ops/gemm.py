@@ -248,7 +248,7 @@ _gathered: CallPath[tuple[torch.Tensor, torch.Tensor]] = CallPath(_AgGemmGathere
 
 
 def ag_gemm_gathered(
-    tensors: Tensors, out_dtype: Any, group: Group, numerics: NumericsPolicy, max_sms: int | None
+    tensors: Tensors, out_dtype: Any, group: Group, numerics: NumericsPolicy | None, max_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product and the gathered a; tensors are a, b, the scales and the outputs."""
     if not is_dynamo_compiling():
@@ -361,7 +361,7 @@ def _ag_gemm_list(
     outs: Any,
     out_dtype: Any,
     group: Group,
-    numerics: NumericsPolicy,
+    numerics: NumericsPolicy | None,
     max_sms: int | None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The products and the gathered a; inputs are a, the list of b, scale_a and the list of scale_b."""
@@ -397,7 +397,7 @@ def ag_gemm(
     return_gathered: bool = False,
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
 ) -> Product | tuple[Product, torch.Tensor]:
     """Gather the ranks' `a_shard` along the first dimension and multiply: `all_gather(a_shard) @ b`.
@@ -476,7 +476,7 @@ def gemm_rs(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
 ) -> torch.Tensor:
     """Multiply `a @ b` on every rank and sum the products over the ranks of `group`; each gets its rows of the sum.
@@ -537,7 +537,7 @@ def gemm_ar(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
 ) -> torch.Tensor:
     """Multiply `a @ b` on every rank and sum the products over all ranks of `group`; every rank gets the whole sum.

@@ -2,7 +2,7 @@
 
 For an op with the results r, r2, …:
 
-    <op>(inputs…, options…, int group_size, str group, [str numerics,] int? max_sms) -> (Tensor, …)      new results
+    <op>(inputs…, options…, int group_size, str group, [str? numerics,] int? max_sms) -> (Tensor, …)      new results
     <op>.out(the same, *, Tensor(a!) r, Tensor(b!) r2, …) -> ()                                 into given tensors
     <op>_(Tensor(a!) x, the same) -> ()                                   in place, where a result may be the input
 
@@ -100,7 +100,7 @@ class Operator:
         if mutated:
             kinds[0] = "Tensor(a!)"
         tensors = [f"{kind} {name}" for kind, name in zip(kinds, form.inputs, strict=True)]
-        policy = ['str numerics="default"'] if form.reduces else []
+        policy = ["str? numerics=None"] if form.reduces else []
         return ", ".join([*tensors, *form.options, "int group_size", "str group", *policy, "int? max_sms=None"])
 
     def define(self) -> None:
@@ -120,7 +120,7 @@ class Operator:
         form = self.form
         inputs, rest = arguments[: len(form.inputs)], arguments[len(form.inputs) :]
         options, (group_size, group, *policy) = rest[: len(form.options)], rest[len(form.options) :]
-        numerics = (policy.pop(0) if policy else "default") if form.reduces else "default"
+        numerics = (policy.pop(0) if policy else None) if form.reduces else "default"
         return inputs, Asked(tuple(options), group_size, group, numerics, policy[0] if policy else None)
 
     def run(self, *arguments: Any) -> Any:
@@ -168,7 +168,7 @@ class ListOperator(Operator):
 
     def declaration(self, *, mutated: bool) -> str:
         # No defaults: PyTorch leaves such arguments out, and with lists then counts too many gradients.
-        plain = super().declaration(mutated=mutated).replace('="default"', "").replace("=None", "")
+        plain = super().declaration(mutated=mutated).replace("=None", "")
         return plain.replace("Tensor b", "Tensor[] b").replace("Tensor? scale_b", "Tensor[] scale_b")
 
     def define(self) -> None:

@@ -97,6 +97,10 @@ class Catalog(Protocol):
         """The candidate that is known to beat the library here unmeasured, or None."""
         return None
 
+    def defaults(self, problem: Problem) -> Sequence[Candidate]:
+        """Each variant's default, those of kernels before those by the library's transfers."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Registered(Catalog):
@@ -132,6 +136,14 @@ class Registered(Catalog):
             if variant.untuned(problem, self.limits):
                 return Candidate.of(problem.op, variant.name, variant.default_config(problem, self.limits))
         return None
+
+    def defaults(self, problem: Problem) -> Sequence[Candidate]:
+        known = sorted(variants(problem.op).values(), key=lambda variant: (not variant.kernels, variant.name))
+        return [
+            Candidate.of(problem.op, variant.name, variant.default_config(problem, self.limits))
+            for variant in known
+            if not variant.is_library
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +226,7 @@ def choose(
     if decision is None and not lookup.library_admitted:
         # The library may not run at all, so a kernel slower than it does no harm: extrapolate to any size.
         decision = _interpolated(lookup, None) or _borrowed(lookup, None)
+        decision = decision or _rule_of_thumb(lookup) or _unmeasured_default(lookup)
     decision = decision or _rule_of_thumb(lookup) or _library(lookup)
     for row in snapshot.family_rows(problem, borrowed=True) if decision.source != "borrowed" else ():
         if row.problem == problem and not row.is_library:
@@ -509,6 +522,22 @@ def _rule_of_thumb(lookup: _Lookup) -> Decision | None:
         return None
     why = f"nothing of this size is measured here, so {candidate} runs by rule of thumb; `tunedcomm tune` measures it"
     return _unmeasured(lookup, candidate, "heuristic", why)
+
+
+def _unmeasured_default(lookup: _Lookup) -> Decision | None:
+    """Where the library may not run, the default config of the first variant that can; None if none can."""
+    failed = lookup.failed({lookup.problem.family})
+    for candidate in lookup.catalog.defaults(lookup.problem):
+        if reason := lookup.why_excluded(candidate) or failed.get(candidate):
+            lookup.pass_over(candidate, reason)
+            continue
+        why = (
+            f"nothing of this kind is measured here, and policy {lookup.policy!r} excludes the library, so the default"
+        )
+        return _unmeasured(
+            lookup, candidate, "heuristic", f"{why} of {candidate.variant} runs; `tunedcomm tune` measures it"
+        )
+    return None
 
 
 def _library(lookup: _Lookup) -> Decision:

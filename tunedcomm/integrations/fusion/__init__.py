@@ -108,7 +108,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         self,
         groups: tuple[dist.ProcessGroup, ...],
         when: When,
-        numerics: NumericsPolicy,
+        numerics: NumericsPolicy | None,
         max_sms: int | None,
         mode: Mode | None,
         *,
@@ -140,6 +140,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
             communicator = get_communicator(group)
             settings = communicator.settings
             known.append((group.group_name, communicator.world_size, communicator.snapshot.digest, settings.mode))
+            known.append(communicator.policy(self._asked[1]))
             known.append((repr(communicator.limits), sorted(settings.forced.items())))
             shards = self._shards(group)
             known.append(shards and (sorted(shards.even), sorted(shards.uneven)))
@@ -217,7 +218,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
 def fusion_pass(
     *groups: dist.ProcessGroup | None,
     when: When = "pays",
-    numerics: NumericsPolicy = "default",
+    numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     mode: Mode | None = None,
     even_shards: bool = False,
@@ -233,7 +234,8 @@ def fusion_pass(
             alike: the first use of a group is collective set-up.
         when: `pays`, where the database says that a fused kernel is faster than its parts by the library at that very
             shape; `always`, wherever the pattern is found and the op takes it; `never`.
-        numerics, max_sms: for the fused ops, and for what they are judged by.
+        numerics, max_sms: for the fused ops, and for what they are judged by. Without `numerics` the policy in force
+            counts, when the graph is compiled and when it runs.
         mode: whether the compiled code runs in CUDA graphs (`graph`) or not (`eager`), which decides what pays. None:
             as `torch.compile` is asked for by `mode="reduce-overhead"`; pass `graph` if you capture it yourself.
         even_shards: promise that every product has the same sizes on all ranks. It is not checked: where it does not

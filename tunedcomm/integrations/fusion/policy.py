@@ -135,7 +135,7 @@ class Policy:
 
     communicator: Communicator
     when: When
-    numerics: NumericsPolicy
+    numerics: NumericsPolicy | None
     max_sms: int | None
     mode: Mode
     shards: Shards | None = None

@@ -1,0 +1,160 @@
+"""One numerics policy for all calls: blocks of `tunedcomm.numerics`, TUNEDCOMM_NUMERICS and the integrations."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, Launched, inputs_of, replaced, report, run_cases, same_bits, settings, spy_on_launches
+from harness import run_ranks
+
+import tunedcomm
+from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.ops.call import CallPath
+from tunedcomm.spec import Problem
+
+WORLD_SIZE = 2
+NUMEL = 40
+launched: list[Launched] = []
+
+
+def ran(call: object) -> str:
+    launched.clear()
+    assert callable(call)
+    call()
+    (seen,) = launched
+    return seen.variant
+
+
+def a_calls_own_policy_wins(rank: int) -> None:
+    x, expected = inputs_of(rank, WORLD_SIZE, NUMEL)
+    asked = Problem("all_reduce", (NUMEL,), "float32", WORLD_SIZE, mode="eager")
+    for _ in range(2):
+        assert ran(lambda: tunedcomm.all_reduce(x)) == "library"
+        with tunedcomm.numerics("ordered"):
+            assert ran(lambda: tunedcomm.all_reduce(x)) != "library"
+            assert same_bits(tunedcomm.all_reduce(x), expected)
+            assert ran(lambda: tunedcomm.all_reduce(x, numerics="default")) == "library"
+            with tunedcomm.numerics("default"):
+                assert ran(lambda: tunedcomm.all_reduce(x)) == "library"
+                assert ran(lambda: tunedcomm.all_reduce(x, numerics="ordered")) != "library"
+            assert tunedcomm.explain(get_communicator(), asked).candidate.variant != "library"
+        assert tunedcomm.explain(get_communicator(), asked).candidate.variant == "library"
+    for wrong in ("exact", None):
+        with pytest.raises(tunedcomm.UnsupportedInputError), tunedcomm.numerics(wrong):  # type: ignore[arg-type]
+            raise AssertionError
+
+
+def repeated_calls_ask_no_more_than_before(rank: int) -> None:
+    """Every policy keeps its own fast calls, so that blocks which come and go cost repeated calls nothing."""
+    x = torch.ones(NUMEL)
+    blocks = [contextlib.nullcontext, lambda: tunedcomm.numerics("ordered"), lambda: tunedcomm.numerics("any")]
+
+    def each_block() -> None:
+        for block in blocks:
+            with block():
+                tunedcomm.all_reduce(x)
+
+    each_block()
+
+    def serve(*arguments: object) -> None:
+        raise AssertionError("a repeated call was looked up")
+
+    with replaced(CallPath, "serve", serve):
+        for _ in range(3):
+            each_block()
+    get_communicator().forget_plans()
+    each_block()
+
+
+def gradients_follow_the_policy(rank: int) -> None:
+    x = torch.ones(NUMEL, requires_grad=True)
+    total = tunedcomm.all_reduce(x).sum()
+    with tunedcomm.numerics("ordered"):
+        assert ran(total.backward) != "library"
+        y = tunedcomm.all_gather(torch.ones(4, requires_grad=True)).sum()
+        y.backward()
+
+
+def the_variable(rank: int) -> None:
+    x = torch.ones(NUMEL)
+    with settings({"TUNEDCOMM_NUMERICS": "ordered"}):
+        assert ran(lambda: tunedcomm.all_reduce(x)) != "library"
+        with tunedcomm.numerics("default"):
+            assert ran(lambda: tunedcomm.all_reduce(x)) == "library"
+    with settings({"TUNEDCOMM_NUMERICS": "ordered", "TUNEDCOMM_MODE": "off"}):
+        with pytest.raises(tunedcomm.InfeasibleError, match="TUNEDCOMM_MODE=off"):
+            tunedcomm.all_reduce(x)
+
+
+def ranks_must_agree(rank: int) -> None:
+    mine = "ordered" if rank else "default"
+    with settings({"TUNEDCOMM_NUMERICS": mine}), pytest.raises(tunedcomm.AgreementError, match="numerics"):
+        tunedcomm.all_reduce(torch.ones(4))
+    tunedcomm.release_communicators()
+    with tunedcomm.numerics(mine), pytest.raises(tunedcomm.AgreementError, match=r"tunedcomm\.numerics"):
+        tunedcomm.all_reduce(torch.ones(4))
+    with settings({"TUNEDCOMM_DEBUG": "1"}):
+        tunedcomm.all_reduce(torch.ones(4))
+        with tunedcomm.numerics(mine), pytest.raises(tunedcomm.AgreementError, match="numerics"):
+            tunedcomm.all_reduce(torch.ones(4))
+
+
+def interception(rank: int) -> None:
+    x, expected = inputs_of(rank, WORLD_SIZE, NUMEL)
+    with tunedcomm.intercept(numerics="ordered") as calls:
+        y = x.clone()
+        dist.all_reduce(y)
+        assert same_bits(y, expected)
+        assert (calls.num_served, calls.num_passed_on) == (1, 0)
+        with pytest.raises(tunedcomm.UnsupportedInputError, match="numerics"), tunedcomm.intercept():
+            raise AssertionError
+        with pytest.raises(tunedcomm.InfeasibleError, match="float8"):
+            dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
+    with tunedcomm.intercept() as calls:
+        dist.all_reduce(x.clone())
+        with tunedcomm.numerics("ordered"):
+            dist.all_reduce(x.clone())
+        assert (calls.num_served, calls.num_passed_on) == (1, 1)
+
+
+def serving(rank: int) -> None:
+    x, expected = inputs_of(rank, WORLD_SIZE, NUMEL)
+    adapter = tunedcomm.ServingAllReduce(numerics="ordered")
+    assert adapter.should_use(x)
+    assert same_bits(adapter.all_reduce(x), expected)
+    with pytest.raises(tunedcomm.UnsupportedInputError, match="max_bytes"):
+        tunedcomm.ServingAllReduce(numerics="ordered", max_bytes=64)
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        a_calls_own_policy_wins,
+        repeated_calls_ask_no_more_than_before,
+        gradients_follow_the_policy,
+        the_variable,
+        ranks_must_agree,
+        interception,
+        serving,
+    )
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    spy_on_launches(launched)
+    os.environ.pop("TUNEDCOMM_NUMERICS", None)
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, body, timeout=120)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numerics(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)
