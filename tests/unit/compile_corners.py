@@ -110,6 +110,9 @@ def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: b
     width = ITEMSIZE[like.dtype]
     if get_op(like.op).rank_of_shape == 1:
         shapes: list[tuple[int, ...]] = [((1 << e) // width + (1 if tail else 0),) for e in range(4, 30)]
+    elif get_op(like.op).rank_of_shape == 4:  # of mixtures of experts: tokens, hidden, top-k, experts
+        rest = (128, 1, 24) if tail else (7168, 8, 240)
+        shapes = [(count, *rest) for count in (1, 16, 64, 256, 4096)]
     else:  # of matrices the longest rows, or the shortest ones
         rows = ROW_BYTES if tail else tuple(reversed(ROW_BYTES))
         shapes = [(count, size // width) for size in rows for count in (1, 16, 256, 4096)]

@@ -31,7 +31,11 @@ VERSIONS = ("newest", "oldest")
 # which there are 128 registers a thread.
 MAX_STACK_BYTES = 24
 # Of kernels that ask for more: at 3 ranks, where the shares of a row are no powers of two, 56 under the newest Triton.
-MAX_STACK_BYTES_OF = {"rms_norm_two_shot_kernel": 64}
+# Those that sort tokens keep an address of each of 8 rows and 8 peers: at 3 ranks, 48.
+MAX_STACK_BYTES_OF = {
+    **dict.fromkeys(("dispatch_kernel", "dispatch_lamport_kernel", "combine_lamport_kernel"), 64),
+    "rms_norm_two_shot_kernel": 64,
+}
 MAX_STACK_BYTES_TAIL = 320
 # Of products of matrices: their tiles are chosen for sm_90; on sm_100 some spill.
 MAX_STACK_BYTES_PRODUCT = {90: 64, 100: 512}
@@ -119,7 +123,7 @@ def about_accesses(binary: dict[str, Any]) -> list[str]:
         if not any(re.fullmatch(rf"(multimem\.)?{kind}\.(\w+\.)*global\.v4\.[uf]32", opcode) for opcode in opcodes):
             found.append(f"no 16-byte {kind} among {sorted(opcodes)}")
     narrow = {op for op in opcodes if re.fullmatch(r"(ld|st)\.global\.(v2\.)?[bus](8|16|32)", op)}
-    if narrow and moves_whole_packets(binary):
+    if narrow and moves_whole_packets(binary) and "TOPK" not in binary:  # of experts: ids and counts are words
         found.append(f"moves full packets by {sorted(narrow)}")
     return found
 

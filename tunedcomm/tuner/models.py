@@ -3,7 +3,8 @@
 The sizes are in models.json beside this file, each with its source. A projection that is split by columns has its input
 gathered (`ag_gemm`); one that is split by rows leaves every rank a partial sum of the whole output, which is reduced
 (`all_reduce`, `gemm_rs`, `gemm_ar`). Between the two, sequence parallelism leaves every rank the hidden states of its
-share of the tokens (`all_gather`, `reduce_scatter`). Routed experts are a grouped GEMM, no shape of these ops.
+share of the tokens (`all_gather`, `reduce_scatter`). Routed experts are dealt out to the same ranks, and each rank
+sends them its share of the tokens (`ep_dispatch`, `ep_combine`); their grouped GEMM is no shape of these ops.
 """
 
 from __future__ import annotations
@@ -211,6 +212,14 @@ def _share(tokens: int, tp: int) -> int:
     return -(-tokens // tp)
 
 
+def _routed(model: Model, tp: int, tokens: int) -> list[Shape]:
+    """Tokens of a rank, hidden size, experts of a token and experts; nothing for a dense model."""
+    experts = model.experts
+    if experts is None:
+        return []
+    return [(_share(tokens, tp), model.hidden_size, experts.num_experts_per_token, experts.num_experts)]
+
+
 # An op whose shapes follow from a model has its line here; nothing else needs to know. What is gathered or scattered is
 # padded, so that every rank has as many rows.
 SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
@@ -221,6 +230,8 @@ SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
     "all_reduce_rms_norm": lambda model, tp, tokens: [(tokens, model.hidden_size)],
     "ag_gemm": lambda model, tp, tokens: [(_share(tokens, tp) * tp, p.n, p.k) for p in column_parallel(model, tp)],
     "gemm_rs": lambda model, tp, tokens: [(_share(tokens, tp) * tp, p.n, p.k) for p in row_parallel(model, tp)],
+    "ep_dispatch": _routed,
+    "ep_combine": _routed,
     "gemm_ar": lambda model, tp, tokens: [(tokens, p.n, p.k) for p in row_parallel(model, tp)],
 }
 
@@ -235,8 +246,8 @@ def shapes_for(models: Sequence[Model], tp: int, tokens: Sequence[int], op: str)
         op: name of the op.
 
     Raises:
-        UnsupportedInputError: the op's shapes do not follow from a model, `tp` does not split a model evenly, or a
-            count of tokens is below 1.
+        UnsupportedInputError: the op's shapes do not follow from a model, or no model has any, `tp` does not split a
+            model evenly, or a count of tokens is below 1.
     """
     if op not in SHAPES:
         raise UnsupportedInputError(
@@ -246,4 +257,7 @@ def shapes_for(models: Sequence[Model], tp: int, tokens: Sequence[int], op: str)
         raise UnsupportedInputError(f"a step has at least 1 token, got {wrong[0]}; correct --tokens")
     for model in models:
         _check_split(model, tp)
-    return tuple(sorted({shape for model in models for count in tokens for shape in SHAPES[op](model, tp, count)}))
+    found = {shape for model in models for count in tokens for shape in SHAPES[op](model, tp, count)}
+    if not found:
+        raise UnsupportedInputError(f"{', '.join(model.name for model in models)}: dense models have no {op}")
+    return tuple(sorted(found))

@@ -1,0 +1,356 @@
+"""lamport: tokens and results are pushed without flags and announce themselves; best for few tokens.
+
+**ep_dispatch.** As `push`, but counts, places and tokens go into the peers' stage, where their readers poll for each
+word and put the sentinel back. Counts and places are never the sentinel; tokens are escaped, as by `all_to_all`'s
+`lamport`. Parts of a token have places of their own, for what is polled is polled once. Every block polls counts of
+every peer, which keeps the stages in turn.
+
+**ep_combine.** Results go to (token, k) of the stage of the token's rank, with the sentinel, a −0.0, turned into +0.0:
+sums begin with +0.0, so that changes nothing. First all K packets of a sum are looked at together, then those that are
+late are waited for. Not every rank has results for every other, so each block also sends each peer a word.
+
+Numerics: ordered. Graph-safe: call counters live in the lane.
+Source: own; the protocol is that of `all_reduce`'s `lamport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels.common.lane import STATE_OFFSET, read_counter, write_counter
+from tunedcomm.kernels.common.packets import PACKET_BYTES, arm, escape, has_escape, restore, sentinel_mask_of
+from tunedcomm.kernels.common.sync import (
+    INTERPRET,
+    SENTINEL,
+    as_mask,
+    load_packets,
+    poll_from,
+    poll_words,
+    store_packets,
+    store_word,
+)
+from tunedcomm.kernels.common.variant import HOST_GRID
+from tunedcomm.kernels.moe.op import sizes_of
+from tunedcomm.kernels.moe.push import (
+    GRID,
+    CombineVariant,
+    DispatchVariant,
+    block_barrier,
+    count_all,
+    count_before,
+    fill_table,
+    load_weight,
+    load_word,
+    power_above,
+    quantise_kernel,
+    rows_of_token,
+    store_words,
+    weigh_packets,
+    write_token,
+)
+from tunedcomm.space import Config, Space
+from tunedcomm.spec import Limits, Problem
+
+
+@triton.jit
+def push_token(
+    token, source, ids, id_words, tokens, peers, rank, places, own_places, place_at, mask_at, wire_packets, part,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tell all ranks the places of a token, and push it, escaped, to those that have experts of it."""
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    k = tl.arange(0, power_above(TOPK))
+    experts, before = count_before(ids, id_words, 0, token, TOPK)
+    owner = tl.where((experts >= 0) & (experts < EXPERTS), experts // LOCAL, -1)
+    place = before * LOCAL + experts % LOCAL
+    at = ((rank * SPLIT + part) * tokens + token) * power_above(TOPK) + k
+    store_words(own_places, at, tl.where(owner == rank, place, -1), k < TOPK)
+    goes = ()
+    for i in tl.static_range(WORLD_SIZE - 1):
+        theirs = owner == (rank + 1 + i) % WORLD_SIZE
+        store_word(peers[i] + places + at * 4, tl.where(theirs, place, -1), k < TOPK)
+        goes = goes + (tl.max(theirs.to(tl.int32), axis=0),)  # type: ignore[assignment]
+    threads = tl.arange(0, BLOCK)
+    for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
+        packet = start + threads
+        here = packet < wire_packets
+        w0, w1, w2, w3 = load_packets(source + packet * 16, here)
+        e0, e1, e2, e3 = escape(w0), escape(w1), escape(w2), escape(w3)
+        escaped = here & has_escape(e0, e1, e2, e3)
+        sentinels = sentinel_mask_of(w0, w1, w2, w3)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            store_packets(peers[i] + place_at + packet * 16, e0, e1, e2, e3, here & (goes[i] > 0), REMOTE=True)
+            store_word(peers[i] + mask_at + packet * 4, sentinels, escaped & (goes[i] > 0))
+
+
+@triton.jit
+def take_packets(place, beside, mask_slot, r, wanted, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+    """Poll packets that rank r sent, put the sentinel back, and return their words."""
+    sender = tl.zeros(place.shape, tl.int32) + r.to(tl.int32)
+    w0, w1, w2, w3 = poll_from(place, wanted, sender, timeout_ns, status)
+    escaped = has_escape(w0, w1, w2, w3) & wanted
+    found = poll_words(beside, mask_slot, escaped.to(tl.int32) << sender, timeout_ns, status, WORLD_SIZE)
+    said = found[0]
+    for i in tl.static_range(1, WORLD_SIZE):  # 0 but for the sender's
+        said = said | found[i]
+    empty = tl.full(place.shape, SENTINEL, tl.int32)
+    store_packets(place, empty, empty, empty, empty, wanted)
+    store_word(beside + r * mask_slot, empty, escaped)
+    return restore(w0, said, 0), restore(w1, said, 1), restore(w2, said, 2), restore(w3, said, 3)
+
+
+@triton.jit
+def dispatch_lamport_kernel(
+    x, ids, out, scales, counts_out, offsets_out, rows, id_words, bound, alignment, tokens, row_packets, wire_packets,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes, scratch, cell,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push tokens and counts, poll the peers' counts and places, then their tokens.
+
+    The stage: counts, places, tokens, masks, each by source rank. `scratch` is this rank's: counts, tables, places.
+    """
+    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    KP: tl.constexpr = power_above(TOPK)
+    WIDTH: tl.constexpr = power_above(LOCAL)
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    threads = tl.arange(0, BLOCK)
+    calls = read_counter(local, STATE_OFFSET)
+    stage = arena + (calls & 1) * stage_bytes
+    places = stage + WORLD_SIZE * blocks * BINS * 4
+    data = (places + WORLD_SIZE * SPLIT * tokens * KP * 4 + 15) // 16 * 16
+    wire_bytes = wire_packets * 16
+    masks = data + WORLD_SIZE * tokens * wire_bytes
+    table = scratch + WORLD_SIZE * blocks * BINS * 4 + block * (WORLD_SIZE * WIDTH * 4)
+    own_places = scratch + WORLD_SIZE * blocks * (BINS + WIDTH) * 4
+
+    for token in tl.range(lane, tokens, lanes):
+        at = rank * tokens + token
+        push_token(
+            token, x + token * wire_bytes, ids, id_words, tokens, peers, rank, places, own_places,
+            data + at * wire_bytes, masks + at * wire_packets * 4, wire_packets, part,
+            WORLD_SIZE, TOPK, EXPERTS, SPLIT, BLOCK,
+        )  # fmt: skip
+    bins = tl.arange(0, BINS)
+    mine = count_all(ids, id_words, 0, tokens, TOPK, EXPERTS)
+    own_counts = (rank * blocks + block) * BINS + bins
+    store_words(scratch, own_counts, mine, bins <= EXPERTS)
+    for i in tl.static_range(WORLD_SIZE - 1):
+        theirs = (bins // LOCAL == (rank + 1 + i) % WORLD_SIZE) | (block == 0)
+        store_word(peers[i] + stage + own_counts * 4, mine, theirs & (bins <= EXPERTS))
+
+    others = (1 << WORLD_SIZE) - 1 - (1 << rank)
+    sent_here = ((bins // LOCAL == rank) | (block == 0)) & (bins <= EXPERTS)
+    from_peers = block * BINS + bins
+    bits = tl.where(sent_here, others, 0).to(tl.int32)
+    counts = poll_words(
+        local + stage + from_peers * 4, blocks * (BINS * 4), bits, timeout_ns, status, WORLD_SIZE
+    )  # fmt: skip
+    none = tl.full((BINS,), SENTINEL, tl.int32)
+    for i in tl.static_range(WORLD_SIZE):
+        store_words(scratch, i * blocks * BINS + from_peers, counts[i], sent_here & (rank != i))
+        store_words(local + stage, i * blocks * BINS + from_peers, none, sent_here & (rank != i))
+    k = tl.arange(0, KP)
+    bits_of_k = tl.where(k < TOPK, others, 0).to(tl.int32)
+    unset = tl.full((KP,), SENTINEL, tl.int32)
+    for asked in tl.range(lane, tokens, lanes):
+        of_token = (part * tokens + asked) * KP + k
+        slot = SPLIT * tokens * (KP * 4)
+        told = poll_words(local + places + of_token * 4, slot, bits_of_k, timeout_ns, status, WORLD_SIZE)
+        for i in tl.static_range(WORLD_SIZE):
+            store_words(own_places + i * slot, of_token, told[i], (k < TOPK) & (rank != i))
+            store_words(local + places + i * slot, of_token, unset, (k < TOPK) & (rank != i))
+    block_barrier()
+    fill_table(
+        scratch, table, counts_out, offsets_out, rank, bound, alignment, cell, WORLD_SIZE, EXPERTS, PADDED
+    )  # fmt: skip
+
+    for placed in tl.range(lane, tokens, lanes):
+        for s in tl.range(0, WORLD_SIZE):
+            r = (rank + s) % WORLD_SIZE
+            here_at = r * tokens + placed
+            targets = rows_of_token(
+                table + r * (WIDTH * 4), own_places + ((r * SPLIT + part) * tokens + placed) * (KP * 4),
+                rows + here_at * (TOPK * 4), part, bound, TOPK, LOCAL, PADDED,
+            )  # fmt: skip
+            sent = is_sent(targets, TOPK)
+            for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
+                packet = start + threads
+                here = packet < wire_packets
+                if r == rank:
+                    words = load_packets(x + placed * wire_bytes + packet * 16, here & sent)
+                else:
+                    words = take_packets(
+                        local + data + here_at * wire_bytes + packet * 16,
+                        local + masks + (placed * wire_packets + packet) * 4, tokens * wire_packets * 4, r,
+                        here & sent, timeout_ns, status, WORLD_SIZE,
+                    )  # fmt: skip
+                write_token(out, scales, targets, packet, words, here, row_packets, TOPK, SCALES)
+    write_counter(local, calls + 1, STATE_OFFSET)
+
+
+@triton.jit
+def is_sent(targets, TOPK: tl.constexpr):
+    """True if the token came here, for one of its experts at least, be there room or not."""
+    sent = targets[0] != -1
+    for i in tl.static_range(1, TOPK):
+        sent = sent | (targets[i] != -1)
+    return sent
+
+
+@triton.jit
+def peek_packets(address, mask):
+    """`load_packets` of what peers write: relaxed at system scope, past the caches of this SM."""
+    if INTERPRET:
+        p = address.to(tl.pointer_type(tl.int32))
+        mask = as_mask(mask)
+        return (
+            tl.load(p, mask=mask, other=0, volatile=True),
+            tl.load(p + 1, mask=mask, other=0, volatile=True),
+            tl.load(p + 2, mask=mask, other=0, volatile=True),
+            tl.load(p + 3, mask=mask, other=0, volatile=True),
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $5, 0;
+            mov.u32 $0, 0;
+            mov.u32 $1, 0;
+            mov.u32 $2, 0;
+            mov.u32 $3, 0;
+            @p ld.relaxed.sys.global.v4.u32 {$0, $1, $2, $3}, [$4];
+            }""",
+            "=&r,=&r,=&r,=&r,l,r",
+            [address, mask.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def push_armed(results, rows, place, row_bytes, packet, here, TOPK: tl.constexpr):
+    """Push packets of the results for a token of another rank to `place`, where there are any; `rows` are its rows."""
+    found = ()
+    for k in tl.static_range(TOPK):
+        found = found + (load_word(rows, k).to(tl.int64),)  # type: ignore[assignment]
+    words = ()
+    for k in tl.static_range(TOPK):  # all loads before the first store
+        words = words + load_packets(results + found[k] * row_bytes + packet * 16, here & (found[k] >= 0))
+    for k in tl.static_range(TOPK):
+        w0, w1, w2, w3 = arm(words[4 * k]), arm(words[4 * k + 1]), arm(words[4 * k + 2]), arm(words[4 * k + 3])
+        store_packets(place + k * row_bytes + packet * 16, w0, w1, w2, w3, here & (found[k] != -1), REMOTE=True)
+
+
+@triton.jit
+def combine_lamport_kernel(
+    results, weights, ids, rows, y, id_words, tokens, row_packets,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push the results for the peers' tokens, then sum those of the own ones as they come."""
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    threads = tl.arange(0, BLOCK)
+    row_bytes = row_packets * 16
+    calls = read_counter(local, STATE_OFFSET)
+    stage = arena + (calls & 1) * stage_bytes
+    data = stage + WORLD_SIZE * blocks * 16
+    one = tl.arange(0, 1)
+    for i in tl.static_range(WORLD_SIZE - 1):
+        store_word(peers[i] + stage + (rank * blocks + block) * 16 + one, one + 1, one == 0)
+    for token in tl.range(lane, tokens, lanes):
+        for i in tl.static_range(WORLD_SIZE - 1):
+            asked = rows + ((rank + 1 + i) % WORLD_SIZE * tokens + token) * (TOPK * 4)
+            place = peers[i] + data + token * TOPK * row_bytes
+            for start in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
+                packet = start + threads
+                push_armed(results, asked, place, row_bytes, packet, packet < row_packets, TOPK)
+
+    empty = tl.full((BLOCK,), SENTINEL, tl.int32)
+    for summed in tl.range(lane, tokens, lanes):
+        sources, weight, valid, there, remote, owner = (), (), (), (), (), ()
+        for k in tl.static_range(TOPK):
+            own = load_word(rows, (rank * tokens + summed) * TOPK + k).to(tl.int64)
+            expert = load_word(ids, (summed * TOPK + k) * id_words)
+            is_remote = (expert >= 0) & (own == -1)
+            come = local + data + (summed * TOPK + k) * row_bytes
+            sources = sources + (tl.where(is_remote, come, results + own * row_bytes),)  # type: ignore[assignment]
+            weight = weight + (load_weight(weights, summed * TOPK + k),)  # type: ignore[assignment]
+            valid = valid + (expert >= 0,)  # type: ignore[assignment]
+            there = there + (is_remote | (own >= 0),)  # type: ignore[assignment]
+            remote = remote + (is_remote,)  # type: ignore[assignment]
+            owner = owner + (expert // LOCAL,)  # type: ignore[assignment]
+        for begin in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
+            at = begin + threads
+            here = at < row_packets
+            seen = ()
+            for k in tl.static_range(TOPK):
+                seen = seen + peek_packets(sources[k] + at * 16, here & there[k])
+            words = ()
+            for k in tl.static_range(TOPK):
+                w0, w1, w2, w3 = seen[4 * k], seen[4 * k + 1], seen[4 * k + 2], seen[4 * k + 3]  # type: ignore[var-annotated]
+                late = (w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL)
+                late = late & here & remote[k]
+                sender = tl.zeros((BLOCK,), tl.int32) + owner[k]
+                p0, p1, p2, p3 = poll_from(sources[k] + at * 16, late, sender, timeout_ns, status)
+                store_packets(sources[k] + at * 16, empty, empty, empty, empty, here & remote[k])
+                words = words + (tl.where(late, p0, w0), tl.where(late, p1, w1))  # type: ignore[assignment]
+                words = words + (tl.where(late, p2, w2), tl.where(late, p3, w3))  # type: ignore[assignment]
+            y0, y1, y2, y3 = weigh_packets(words, weight, valid, TOPK, DTYPE)
+            store_packets(y + summed * row_bytes + at * 16, y0, y1, y2, y3, here)
+
+    others = ((1 << WORLD_SIZE) - 1 - (1 << rank)) + one * 0
+    hello = local + stage + block * 16 + one
+    poll_words(hello, blocks * 16, others.to(tl.int32), timeout_ns, status, WORLD_SIZE)
+    for r in tl.static_range(WORLD_SIZE):
+        store_word(hello + r * blocks * 16, one * 0 + SENTINEL, (one == 0) & (rank != r))
+    write_counter(local, calls + 1, STATE_OFFSET)
+
+
+class DispatchLamport(DispatchVariant, registered=True):
+    name = "lamport"
+    summary = "push without flags: tokens announce themselves; best for few tokens"
+    kernels = (dispatch_lamport_kernel, quantise_kernel)
+    space = Space(GRID)
+    areas = ("arena", "stage_bytes")
+    host_wish: Mapping[str, float] = {**HOST_GRID, "split": 1}
+
+    def room(self, limits: Limits) -> int:
+        return limits.stage_bytes
+
+    def own_bytes(self, problem: Problem, config: Config) -> int:
+        return int(config["split"]) * self.table_bytes(problem, config)
+
+    def staged(self, problem: Problem, config: Config) -> int:
+        tokens = problem.world_size * problem.shape[0] * self.packets(problem)
+        return self.own_bytes(problem, config) + tokens * (PACKET_BYTES + 4)
+
+
+class CombineLamport(CombineVariant, registered=True):
+    name = "lamport"
+    summary = "push without flags: results announce themselves; best for few tokens"
+    kernels = (combine_lamport_kernel,)
+    space = Space(GRID)
+    areas = ("arena", "stage_bytes")
+    host_wish: Mapping[str, float] = {**HOST_GRID, "split": 1}
+
+    def room(self, limits: Limits) -> int:
+        return limits.stage_bytes
+
+    def staged(self, problem: Problem, config: Config) -> int:
+        hello = problem.world_size * int(config["num_blocks"]) * PACKET_BYTES
+        return super().staged(problem, config) + hello
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Any]:
+        return {**super().constants(problem, config), "LOCAL": sizes_of(problem).local}

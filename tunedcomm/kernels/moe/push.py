@@ -1,0 +1,758 @@
+"""push, two_phase: tokens and results through the peers' memory, ordered by flags, in pieces that overlap.
+
+**ep_dispatch.** A rank writes into every peer's gather area how many tokens each of its experts is sent (a copy for
+each block), the place of its tokens among those of their experts, and the tokens themselves, each once however many of
+the peer's experts it goes to. After the flag the peer knows where every token belongs: behind those of the experts
+before it, of the ranks before it, and of the tokens before it. It copies them there.
+
+**ep_combine.** A rank writes the results of its experts into their tokens' ranks' gather areas, at (token, k). After
+the flag each rank sums what it has there.
+
+The order of tokens follows from prefix sums of counts alone, so it is the same whatever the grid. `two_phase` counts in
+a kernel of its own, block by block of tokens, and the second kernel sums the blocks' counts: at many tokens that costs
+less than every block going through all ids.
+
+Tokens go in `num_chunks` pieces round a ring, as in `all_to_all`'s `push`, whose proof holds here. Block b does the
+tokens of lane b // SPLIT, and of each the packets of part b % SPLIT; it waits for block b of its peers alone. Blocks of
+one lane write the same places of tokens with the same values.
+
+Numerics: ordered. Graph-safe. Source: own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels.all_reduce_rms_norm.rows import _narrow_e4m3, _store_words
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.packets import PACKET_BYTES, narrow, packets_of, store_bytes, widen
+from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
+from tunedcomm.kernels.common.variant import HOST_GRID, Workspace, lane_arguments
+from tunedcomm.kernels.moe.op import ALIGNMENT, GROUP, ExpertVariant, Overflow, bound_of, sizes_of
+from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
+
+RING = tl.constexpr(4)
+CHUNK = tl.constexpr(256)  # ids that a block compares at once
+RANGES = tl.constexpr(64)  # blocks of the kernel that counts
+_E4M3_MAX = tl.constexpr(448.0)
+
+
+@triton.constexpr_function
+def power_above(count):
+    """The least power of two that is not below `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+@triton.jit
+def load_words(address, index, mask, other):
+    """32-bit words of an array."""
+    if INTERPRET:
+        mask = as_mask(mask)
+    return tl.load((address + index * 4).to(tl.pointer_type(tl.int32)), mask=mask, other=other)
+
+
+@triton.jit
+def load_word(address, index):
+    """A word of an array, for scalars."""
+    return tl.load((address + index * 4).to(tl.pointer_type(tl.int32)))
+
+
+@triton.jit
+def store_words(address, index, values, mask):
+    """Store 32-bit words of an array."""
+    if INTERPRET:
+        mask = as_mask(mask)
+    tl.store((address + index * 4).to(tl.pointer_type(tl.int32)), values, mask=mask)
+
+
+@triton.jit
+def block_barrier():
+    """Let the whole block see what its threads wrote."""
+    if not INTERPRET:
+        tl.debug_barrier()
+
+
+@triton.jit
+def count_before(ids, id_words, first, token, TOPK: tl.constexpr):
+    """(experts of a token, tokens of each that come before it, from the token `first` on)."""
+    k = tl.arange(0, power_above(TOPK))
+    at = token * TOPK + k
+    mine = load_words(ids, at * id_words, k < TOPK, -1)
+    count = tl.zeros((power_above(TOPK),), tl.int32)
+    end = (token + 1) * TOPK
+    for start in tl.range(first * TOPK, end, CHUNK):
+        q = start + tl.arange(0, CHUNK)
+        theirs = load_words(ids, q * id_words, q < end, -2)
+        same = (theirs[None, :] == mine[:, None]) & (q[None, :] < at[:, None])
+        count += tl.sum(same.to(tl.int32), axis=1)
+    return mine, count
+
+
+@triton.jit
+def count_all(ids, id_words, first, last, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Tokens of each expert from the token `first` to before `last`; behind them the number of ids of no expert."""
+    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    counts = tl.zeros((BINS,), tl.int32)
+    wrong = 0
+    for start in tl.range(first * TOPK, last * TOPK, CHUNK):
+        q = start + tl.arange(0, CHUNK)
+        theirs = load_words(ids, q * id_words, q < last * TOPK, -1)
+        named = (theirs >= 0) & (theirs < EXPERTS)
+        counts += tl.histogram(tl.where(named, theirs, EXPERTS), BINS)
+        wrong += tl.sum(((theirs < -1) | (theirs >= EXPERTS)).to(tl.int32), axis=0)
+    return tl.where(tl.arange(0, BINS) == EXPERTS, wrong, counts)
+
+
+@triton.jit
+def count_kernel(ids, id_words, tokens, counted, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Block j: counts of its range of tokens, and how many of the range come before each of them.
+
+    `counted` holds the ranges' counts, then the words of the tokens.
+    """
+    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    KP: tl.constexpr = power_above(TOPK)
+    size = (tokens + RANGES - 1) // RANGES
+    first = tl.program_id(0).to(tl.int64) * size
+    last = tl.minimum(first + size, tokens)
+    bins = tl.arange(0, BINS)
+    store_words(
+        counted, tl.program_id(0) * BINS + bins, count_all(ids, id_words, first, last, TOPK, EXPERTS), bins < BINS
+    )
+    for token in tl.range(first, last):
+        _, before = count_before(ids, id_words, first, token, TOPK)
+        k = tl.arange(0, KP)
+        store_words(counted + RANGES * BINS * 4, token * KP + k, before, k < TOPK)
+
+
+@triton.jit
+def sum_ranges(counted, end, EXPERTS: tl.constexpr):
+    """Counts of the ranges before `end`."""
+    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros((BINS,), tl.int32)
+    for j in tl.range(0, end):
+        total += load_words(counted, j * BINS + bins, bins < BINS, 0)
+    return total
+
+
+@triton.jit
+def place_of(
+    ids, id_words, tokens, token, counted, TOPK: tl.constexpr, EXPERTS: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """(experts of a token, own tokens of each that come before it)."""
+    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    KP: tl.constexpr = power_above(TOPK)
+    if COUNTED:
+        k = tl.arange(0, KP)
+        mine = load_words(ids, (token * TOPK + k) * id_words, k < TOPK, -1)
+        before = load_words(counted + RANGES * BINS * 4, token * KP + k, k < TOPK, 0)
+        size = (tokens + RANGES - 1) // RANGES
+        j = tl.arange(0, RANGES)
+        named = (mine >= 0) & (mine < EXPERTS)
+        here = (j[None, :] < token // size) & named[:, None]
+        parts = load_words(counted, j[None, :] * BINS + mine[:, None], here, 0)
+        return mine, before + tl.sum(parts, axis=1)
+    else:
+        return count_before(ids, id_words, 0, token, TOPK)
+
+
+@triton.jit
+def quantise_kernel(
+    x, wire, tokens, row_packets, wire_bytes,
+    DTYPE: tl.constexpr, PACKETS: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Write rows as they travel: in e4m3, then a scale for each of SCALES groups of PACKETS / GROUPS packets of x."""
+    packet = tl.arange(0, PACKETS)
+    mask = packet < row_packets
+    BYTES: tl.constexpr = 4 if DTYPE == "float32" else 8
+    group = tl.arange(0, GROUPS)
+    for token in tl.range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0).to(tl.int64)):
+        w0, w1, w2, w3 = load_packets(x + (token * row_packets + packet) * 16, mask)
+        a0, b0 = widen(w0, DTYPE)
+        a1, b1 = widen(w1, DTYPE)
+        a2, b2 = widen(w2, DTYPE)
+        a3, b3 = widen(w3, DTYPE)
+        most = tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3)))
+        if DTYPE != "float32":
+            more = tl.maximum(tl.maximum(tl.abs(b0), tl.abs(b1)), tl.maximum(tl.abs(b2), tl.abs(b3)))
+            most = tl.maximum(most, more)
+        grouped = tl.reshape(most, (GROUPS, PACKETS // GROUPS))
+        most = tl.max(grouped, axis=1)
+        scale = tl.where(most > 0, tl.div_rn(most, tl.full((GROUPS,), _E4M3_MAX, tl.float32)), 1.0)
+        out = wire + token * wire_bytes
+        at = (out + row_packets * BYTES + group * 4).to(tl.pointer_type(tl.float32))
+        tl.store(at, scale, mask=group < SCALES)
+        each = tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, PACKETS // GROUPS)), (PACKETS,))
+        if DTYPE == "float32":
+            low = _narrow_e4m3(tl.div_rn(a0, each), tl.div_rn(a1, each))
+            word = low | (_narrow_e4m3(tl.div_rn(a2, each), tl.div_rn(a3, each)) << 16)
+            _store_words(out + packet * 4, word, word, mask, 1)
+        else:
+            low = _narrow_e4m3(tl.div_rn(a0, each), tl.div_rn(b0, each))
+            low |= _narrow_e4m3(tl.div_rn(a1, each), tl.div_rn(b1, each)) << 16
+            high = _narrow_e4m3(tl.div_rn(a2, each), tl.div_rn(b2, each))
+            high |= _narrow_e4m3(tl.div_rn(a3, each), tl.div_rn(b3, each)) << 16
+            _store_words(out + packet * 8, low, high, mask, 2)
+
+
+@triton.jit
+def tell_overflow(
+    counts, bound, alignment, cell, WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Write the code of `Overflow` if an expert of any rank has no room; `counts` are those of all ranks together."""
+    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    expert = tl.arange(0, BINS)
+    real = expert < EXPERTS
+    counts = counts.to(tl.int64)
+    if PADDED:
+        over = real & (counts > bound)
+    else:
+        aligned = (counts + alignment - 1) // alignment * alignment
+        over = expert < 0
+        for d in tl.static_range(WORLD_SIZE):
+            here = real & (expert // LOCAL == d)
+            theirs = tl.where(here, aligned, 0)
+            begins = tl.cumsum(theirs, 0) - theirs
+            over = over | (here & (counts > 0) & (begins + counts > bound))
+    first = tl.min(tl.where(over, expert, BINS), axis=0).to(tl.int64)
+    count = tl.sum(tl.where(expert == first, counts, 0), axis=0)
+    wrong = tl.sum(tl.where(expert == EXPERTS, counts, 0), axis=0)
+    code = tl.where(wrong > 0, -wrong, tl.where(first < BINS, ((first + 1) << 40) | count, 0))
+    p = cell.to(tl.pointer_type(tl.int64))
+    if code != 0:
+        tl.store(p + 1, bound)
+        tl.store(p, code)
+
+
+@triton.jit
+def share_counts(area, local, peers, rank, mine, WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr):
+    """Write this block's copy of the own counts into all ranks' areas; peers need those of their experts alone.
+
+    Block 0 writes all of them, so that its counterparts can tell of an overflow on any rank.
+    """
+    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    bins = tl.arange(0, BINS)
+    at = (rank * blocks + block) * BINS + bins
+    store_words(local + area, at, mine, bins <= EXPERTS)
+    for i in tl.static_range(WORLD_SIZE - 1):
+        theirs = (bins // LOCAL == (rank + 1 + i) % WORLD_SIZE) | (block == 0)
+        store_words(peers[i] + area, at, mine, theirs & (bins <= EXPERTS))
+
+
+@triton.jit
+def fill_table(
+    shared, table, counts_out, offsets_out, rank, bound, alignment, cell,
+    WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Write this block's `table`: the first row of every (source rank, expert of this rank).
+
+    `shared` holds the counts of all ranks, of every block BINS words each. Block 0 has those of all experts, and fills
+    in the outputs that follow from them.
+    """
+    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    WIDTH: tl.constexpr = power_above(LOCAL)
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    e = tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), tl.int32)
+    for r in tl.static_range(WORLD_SIZE):
+        total += load_words(shared, (r * blocks + block) * BINS + rank * LOCAL + e, e < LOCAL, 0)
+    if PADDED:
+        begins = e.to(tl.int64) * bound
+        ends = begins + bound
+    else:
+        aligned = (total.to(tl.int64) + alignment - 1) // alignment * alignment
+        ends = tl.cumsum(aligned, 0)
+        begins = ends - aligned
+    if block == 0:
+        store_words(counts_out, e, total, e < LOCAL)
+        store_words(offsets_out, e, begins.to(tl.int32), e < LOCAL)
+        store_words(offsets_out, e + 1, ends.to(tl.int32), e == LOCAL - 1)
+        bins = tl.arange(0, BINS)
+        every = tl.zeros((BINS,), tl.int32)
+        for r in tl.static_range(WORLD_SIZE):
+            every += load_words(shared, r * blocks * BINS + bins, bins <= EXPERTS, 0)
+        tell_overflow(every, bound, alignment, cell, WORLD_SIZE, EXPERTS, PADDED)
+    row = begins.to(tl.int32)
+    for r in tl.static_range(WORLD_SIZE):
+        store_words(table, r * WIDTH + e, row, e < LOCAL)
+        row += load_words(shared, (r * blocks + block) * BINS + rank * LOCAL + e, e < LOCAL, 0)
+    block_barrier()
+
+
+@triton.jit
+def send_token(
+    token, source, ids, id_words, tokens, counted, local, peers, rank, places, place_at, wire_packets, part,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, COUNTED: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tell all ranks the places of a token, and push it to those that have experts of it, at `place_at`."""
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    k = tl.arange(0, power_above(TOPK))
+    experts, before = place_of(ids, id_words, tokens, token, counted, TOPK, EXPERTS, COUNTED)
+    owner = tl.where((experts >= 0) & (experts < EXPERTS), experts // LOCAL, -1)
+    place = before * LOCAL + experts % LOCAL
+    at = (rank * tokens + token) * power_above(TOPK) + k
+    store_words(local + places, at, tl.where(owner == rank, place, -1), k < TOPK)
+    goes = ()
+    for i in tl.static_range(WORLD_SIZE - 1):
+        theirs = owner == (rank + 1 + i) % WORLD_SIZE
+        store_words(peers[i] + places, at, tl.where(theirs, place, -1), k < TOPK)
+        goes = goes + (tl.max(theirs.to(tl.int32), axis=0),)  # type: ignore[assignment]
+    threads = tl.arange(0, BLOCK)
+    for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
+        packet = start + threads
+        here = packet < wire_packets
+        w0, w1, w2, w3 = load_packets(source + packet * 16, here)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            store_packets(peers[i] + place_at + packet * 16, w0, w1, w2, w3, here & (goes[i] > 0))
+
+
+@triton.jit
+def rows_of_token(table, places, rows, part, bound, TOPK: tl.constexpr, LOCAL: tl.constexpr, PADDED: tl.constexpr):
+    """The rows of a token by k, also written to `rows`; `table` and `places` are those of its source rank."""
+    targets = ()
+    for i in tl.static_range(TOPK):
+        place = load_word(places, i)
+        expert = tl.maximum(place, 0) % LOCAL
+        row = load_word(table, expert).to(tl.int64) + tl.maximum(place, 0) // LOCAL
+        limit = (expert + 1) * bound if PADDED else bound
+        row = tl.where(place < 0, -1, tl.where(row < limit, row, -2))
+        targets = targets + (row,)  # type: ignore[assignment]
+    if part == 0:
+        for i in tl.static_range(TOPK):
+            tl.store((rows + i * 4).to(tl.pointer_type(tl.int32)), targets[i].to(tl.int32))
+    return targets
+
+
+@triton.jit
+def write_token(out, scales, targets, packet, words, here, row_packets, TOPK: tl.constexpr, SCALES: tl.constexpr):
+    """Write packets of a token, as it travels, to its rows."""
+    for i in tl.static_range(TOPK):
+        row = targets[i]
+        there = here & (row >= 0)
+        is_token = there & (packet < row_packets)
+        store_packets(out + (row * row_packets + packet) * 16, words[0], words[1], words[2], words[3], is_token)
+        if SCALES > 0:
+            behind = (packet - row_packets) * 16
+            left = SCALES * 4 - behind
+            place = scales + row * (SCALES * 4) + behind
+            store_bytes(place, left, words[0], words[1], words[2], words[3], there & (behind >= 0), 4)
+
+
+@triton.jit
+def is_any_here(targets, TOPK: tl.constexpr):
+    """True if one of the rows is."""
+    most = targets[0]
+    for i in tl.static_range(1, TOPK):
+        most = tl.maximum(most, targets[i])
+    return most >= 0
+
+
+@triton.jit
+def dispatch_kernel(
+    x, ids, out, scales, counts_out, offsets_out, rows, id_words, bound, alignment, tokens, row_packets, wire_packets,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks, counted, cell,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
+    COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In round c: push piece c, place piece c − 1."""
+    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    KP: tl.constexpr = power_above(TOPK)
+    WIDTH: tl.constexpr = power_above(LOCAL)
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    threads = tl.arange(0, BLOCK)
+    span = (tokens + num_chunks - 1) // num_chunks
+    ring = tl.minimum(num_chunks, RING)
+    # The gather area: counts, this rank's tables, places, tokens.
+    tables = gather + WORLD_SIZE * blocks * BINS * 4
+    places = tables + WORLD_SIZE * blocks * WIDTH * 4
+    data = (places + WORLD_SIZE * tokens * KP * 4 + 15) // 16 * 16
+    wire_bytes = wire_packets * 16
+    slot = ring * span * wire_bytes
+    epoch = read_counter(local, EPOCH_OFFSET)
+
+    # Says that this rank reads its gather area no more.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    if COUNTED:  # noqa: SIM108 - a constant
+        mine = sum_ranges(counted, RANGES, EXPERTS)
+    else:
+        mine = count_all(ids, id_words, 0, tokens, TOPK, EXPERTS)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    share_counts(gather, local, peers, rank, mine, WORLD_SIZE, EXPERTS)
+
+    for c in tl.range(0, num_chunks + 1):
+        if c < num_chunks:
+            lap = (c - c % ring) * span
+            for token in tl.range(c * span + lane, tl.minimum(tokens, (c + 1) * span), lanes):
+                send_token(
+                    token, x + token * wire_bytes, ids, id_words, tokens, counted, local, peers, rank, places,
+                    data + rank * slot + (token - lap) * wire_bytes, wire_packets, part,
+                    WORLD_SIZE, TOPK, EXPERTS, COUNTED, SPLIT, BLOCK,
+                )  # fmt: skip
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
+        if c >= 1:
+            d = c - 1
+            behind = (d - d % ring) * span
+            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
+            table = local + tables + block * (WORLD_SIZE * WIDTH * 4)
+            if d == 0:
+                fill_table(
+                    local + gather, table, counts_out, offsets_out, rank, bound, alignment, cell,
+                    WORLD_SIZE, EXPERTS, PADDED,
+                )  # fmt: skip
+            for placed in tl.range(d * span + lane, tl.minimum(tokens, (d + 1) * span), lanes):
+                for s in tl.range(0, WORLD_SIZE):
+                    r = (rank + s) % WORLD_SIZE
+                    at = r * tokens + placed
+                    targets = rows_of_token(
+                        table + r * (WIDTH * 4), local + places + at * (KP * 4), rows + at * (TOPK * 4), part, bound,
+                        TOPK, LOCAL, PADDED,
+                    )  # fmt: skip
+                    come = local + data + r * slot + (placed - behind) * wire_bytes
+                    source = tl.where(r == rank, x + placed * wire_bytes, come)
+                    wanted = is_any_here(targets, TOPK)
+                    for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
+                        packet = start + threads
+                        here = (packet < wire_packets) & wanted
+                        words = load_packets(source + packet * 16, here)
+                        write_token(out, scales, targets, packet, words, here, row_packets, TOPK, SCALES)
+    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+
+
+@triton.jit
+def weigh_word(words, weights, valid, WORD: tl.constexpr, TOPK: tl.constexpr, DTYPE: tl.constexpr):
+    """Word `WORD` of the weighted sum of TOPK packets (4 words each) by the ordered rule."""
+    low = tl.zeros(words[WORD].shape, tl.float32)
+    high = tl.zeros(words[WORD].shape, tl.float32)
+    for k in tl.static_range(TOPK):
+        more_low, more_high = widen(words[4 * k + WORD], DTYPE)
+        low = tl.where(valid[k], low + weights[k] * more_low, low)
+        if DTYPE != "float32":
+            high = tl.where(valid[k], high + weights[k] * more_high, high)
+    return narrow(low, high, DTYPE)
+
+
+@triton.jit
+def weigh_packets(words, weights, valid, TOPK: tl.constexpr, DTYPE: tl.constexpr):
+    """The weighted sum of TOPK packets, four words."""
+    return (
+        weigh_word(words, weights, valid, 0, TOPK, DTYPE),
+        weigh_word(words, weights, valid, 1, TOPK, DTYPE),
+        weigh_word(words, weights, valid, 2, TOPK, DTYPE),
+        weigh_word(words, weights, valid, 3, TOPK, DTYPE),
+    )
+
+
+@triton.jit
+def load_weight(weights, index):
+    return tl.load((weights + index * 4).to(tl.pointer_type(tl.float32)))
+
+
+@triton.jit
+def push_results(results, rows, place, row_bytes, packet, here, TOPK: tl.constexpr):
+    """Push packets of the results for a token of another rank to `place`, where there are any; `rows` are its rows."""
+    found = ()
+    for k in tl.static_range(TOPK):
+        found = found + (load_word(rows, k).to(tl.int64),)  # type: ignore[assignment]
+    words = ()
+    for k in tl.static_range(TOPK):  # all loads before the first store
+        source = results + found[k] * row_bytes + packet * 16
+        words = words + load_packets(source, here & (found[k] >= 0))
+    for k in tl.static_range(TOPK):
+        w0, w1, w2, w3 = words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]  # type: ignore[var-annotated]
+        store_packets(place + k * row_bytes + packet * 16, w0, w1, w2, w3, here & (found[k] != -1))
+
+
+@triton.jit
+def combine_kernel(
+    results, weights, ids, rows, y, id_words, tokens, row_packets,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, DTYPE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In round c: push the results for piece c of every rank's tokens, sum piece c − 1 of the own ones."""
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    threads = tl.arange(0, BLOCK)
+    span = (tokens + num_chunks - 1) // num_chunks
+    ring = tl.minimum(num_chunks, RING)
+    row_bytes = row_packets * 16
+    epoch = read_counter(local, EPOCH_OFFSET)
+    # Says that this rank reads its gather area no more.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    for c in tl.range(0, num_chunks + 1):
+        if c < num_chunks:
+            lap = (c - c % ring) * span
+            for token in tl.range(c * span + lane, tl.minimum(tokens, (c + 1) * span), lanes):
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    asked = rows + ((rank + 1 + i) % WORLD_SIZE * tokens + token) * (TOPK * 4)
+                    place = peers[i] + gather + (token - lap) * TOPK * row_bytes
+                    for start in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
+                        packet = start + threads
+                        push_results(results, asked, place, row_bytes, packet, packet < row_packets, TOPK)
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
+        if c >= 1:
+            d = c - 1
+            behind = (d - d % ring) * span
+            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
+            for summed in tl.range(d * span + lane, tl.minimum(tokens, (d + 1) * span), lanes):
+                sources, weight, valid, there = (), (), (), ()
+                for k in tl.static_range(TOPK):
+                    own = load_word(rows, (rank * tokens + summed) * TOPK + k).to(tl.int64)
+                    come = local + gather + ((summed - behind) * TOPK + k) * row_bytes
+                    is_valid = load_word(ids, (summed * TOPK + k) * id_words) >= 0
+                    sources = sources + (tl.where(own >= 0, results + own * row_bytes, come),)  # type: ignore[assignment]
+                    weight = weight + (load_weight(weights, summed * TOPK + k),)  # type: ignore[assignment]
+                    valid = valid + (is_valid,)  # type: ignore[assignment]
+                    there = there + (is_valid & (own != -2),)  # type: ignore[assignment]
+                for begin in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
+                    at = begin + threads
+                    words = ()
+                    for k in tl.static_range(TOPK):
+                        words = words + load_packets(sources[k] + at * 16, (at < row_packets) & there[k])
+                    w0, w1, w2, w3 = weigh_packets(words, weight, valid, TOPK, DTYPE)
+                    store_packets(y + summed * row_bytes + at * 16, w0, w1, w2, w3, at < row_packets)
+    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+
+
+def wire_packets_of(problem: Problem) -> int:
+    """Packets of a token as kernels send it: its own, and those of its scales."""
+    s = sizes_of(problem)
+    return s.row_bytes // PACKET_BYTES + packets_of(4 * s.num_scales)
+
+
+def quantise_request(problem: Problem) -> CompileRequest:
+    """The binary that quantises tokens."""
+    width = power_above(packets_of(problem.shape[1] * ITEMSIZE[problem.dtype]))
+    groups = width // packets_of(GROUP * ITEMSIZE[problem.dtype]) if problem.scaling == "group128" else 1
+    scales = sizes_of(problem).num_scales
+    constants: dict[str, Value] = {"DTYPE": problem.dtype, "PACKETS": width, "GROUPS": groups, "SCALES": scales}
+    return CompileRequest.of(quantise_kernel, constants, num_warps=4 if width <= 512 else 8)
+
+
+GRID: Mapping[str, Axis] = {
+    "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    "num_warps": PowerOfTwo(1, 16),
+    "split": Choice(1, 2, 4, 8),
+}
+
+
+class GridVariant(ExpertVariant):
+    """A variant whose grid shares out tokens among lanes of blocks, and the packets of a token among a lane's blocks.
+
+    Attributes:
+        areas: of the workspace and the config, the kernel's arguments behind `status`.
+        most_lanes: tokens at once to try first, at most.
+    """
+
+    areas = ("gather", "num_chunks")
+    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 1, "split": 1}
+
+    def packets(self, problem: Problem) -> int:
+        """Packets of a token as it travels."""
+        raise NotImplementedError
+
+    def staged(self, problem: Problem, config: Config) -> int:
+        """Bytes of the workspace that a call takes."""
+        raise NotImplementedError
+
+    def span(self, problem: Problem, config: Config) -> int:
+        """Tokens of a piece."""
+        return -(-problem.shape[0] // int(config.get("num_chunks", 1)))
+
+    def room(self, limits: Limits) -> int:
+        return limits.staging_bytes
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        blocks, split, threads = int(config["num_blocks"]), int(config["split"]), 32 * int(config["num_warps"])
+        chunks, tokens = int(config.get("num_chunks", 1)), problem.shape[0]
+        if blocks % split:
+            return f"{blocks} blocks are not shared equally by the {split} parts of a token"
+        if blocks // split > max(self.span(problem, config), 1) or (chunks - 1) * self.span(problem, config) >= tokens:
+            return f"{tokens} tokens leave some of {blocks} blocks or {chunks} pieces without work"
+        if (split - 1) * threads >= self.packets(problem):
+            return f"{self.packets(problem)} packets of a token leave some of {split} blocks without work"
+        if (needed := self.staged(problem, config)) > self.room(limits):
+            return f"{tokens} tokens need {needed} bytes of a workspace with room for {self.room(limits)} of them"
+        if limits.backend == "cuda" and self.num_rounds(problem, config) > 1024:
+            return f"{tokens} tokens need more than 1024 rounds of {blocks} blocks"
+        return None
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        lanes = max(int(config["num_blocks"]) // int(config["split"]), 1)
+        return -(-self.span(problem, config) // lanes) * int(config.get("num_chunks", 1))
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        tokens, packets = problem.shape[0], self.packets(problem)
+        warps = 2 if packets <= 64 else 4 if packets <= 256 else 8
+        split = max(min(128 // max(tokens, 1), packets // (32 * warps), 8), 1)
+        return {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "num_chunks": 1}
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        threads = 32 * int(config["num_warps"])
+        return {
+            "WORLD_SIZE": problem.world_size, "TOPK": problem.shape[2], "SPLIT": config["split"], "BLOCK": threads
+        }  # fmt: skip
+
+
+class DispatchVariant(GridVariant):
+    """A variant of ep_dispatch over `dispatch_kernel` or one with its first arguments."""
+
+    op = "ep_dispatch"
+    counts_first = False
+
+    def packets(self, problem: Problem) -> int:
+        return wire_packets_of(problem)
+
+    def table_bytes(self, problem: Problem, config: Config) -> int:
+        """Bytes of counts, tables and places, from all ranks."""
+        s, blocks = sizes_of(problem), int(config["num_blocks"])
+        words = blocks * (power_above(s.experts + 1) + power_above(s.local)) + s.tokens * power_above(s.topk)
+        return int(4 * problem.world_size * words + PACKET_BYTES)
+
+    def own_bytes(self, problem: Problem, config: Config) -> int:
+        """Bytes of memory that a call takes on this rank alone."""
+        s = sizes_of(problem)
+        return int(4 * (RANGES.value * power_above(s.experts + 1) + s.tokens * power_above(s.topk)))
+
+    def staged(self, problem: Problem, config: Config) -> int:
+        ring = min(int(config.get("num_chunks", 1)), int(RING.value))
+        slots = problem.world_size * ring * self.span(problem, config)
+        return self.table_bytes(problem, config) + slots * self.packets(problem) * PACKET_BYTES
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        s = sizes_of(problem)
+        mine = {"EXPERTS": s.experts, "SCALES": s.num_scales, "PADDED": problem.layout == "padded"}
+        counted = {"COUNTED": self.counts_first} if "COUNTED" in self.kernels[0].arg_names else {}
+        return {**super().constants(problem, config), **mine, **counted}
+
+    def count_request(self, problem: Problem) -> CompileRequest:
+        s = sizes_of(problem)
+        return CompileRequest.of(count_kernel, {"TOPK": s.topk, "EXPERTS": s.experts}, num_warps=4)
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        before = [quantise_request(problem)] if problem.scaling else []
+        return [*before, *([self.count_request(problem)] if self.counts_first else []), self.request(problem, config)]
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        s, device, mode = sizes_of(problem), workspace.device, problem.mode
+        on_host = device.type == "cpu"
+        overflow = Overflow.of(workspace.group, device)
+        packets = wire_packets_of(problem)
+        quantise = count = None
+        wire_nbytes = s.tokens * packets * PACKET_BYTES if problem.scaling else 0
+        wire = workspace.scratch(mode, wire_nbytes + self.own_bytes(problem, config)).data_ptr()
+        own = wire + wire_nbytes
+        if problem.scaling:
+            row = s.hidden * ITEMSIZE[problem.dtype] // PACKET_BYTES
+            kernel = bind_kernel(quantise_request(problem), 1 if on_host else min(s.tokens, 264), device)
+            quantise = kernel.fix((None, wire, s.tokens, row, packets * PACKET_BYTES))
+        if self.counts_first:
+            count = bind_kernel(self.count_request(problem), RANGES.value, device).fix((None, None, s.tokens, own))
+        kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), device)
+        sizes = (s.tokens, s.row_bytes // PACKET_BYTES, packets)
+        extra = (*self.arguments(problem, config, workspace), own, overflow.cell.data_ptr())
+        launch = kernel.fix((*(None,) * 10, *sizes, *lane_arguments(problem, workspace), *extra))
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            overflow.check()
+            x, ids, *rest = inputs
+            source, words = x.data_ptr(), ids.element_size() // 4
+            if quantise is not None:
+                quantise(stream, source)
+                source = wire
+            if count is not None:
+                count(stream, ids.data_ptr(), words)
+            addresses = [tensor.data_ptr() for tensor in (ids, *outputs)]
+            alignment = int(rest[0]) if rest else ALIGNMENT
+            launch(stream, source, *addresses, words, bound_of(problem, outputs[0]), alignment)
+            if on_host and not workspace.status_view[0]:  # the interpreter has run the kernels to their end
+                overflow.check()
+
+        return run
+
+
+class Push(DispatchVariant, registered=True):
+    name = "push"
+    summary = "push through the peers' memory ordered by flags"
+    kernels = (dispatch_kernel, quantise_kernel)
+    space = Space({**GRID, "num_warps": PowerOfTwo(1, 8), "num_chunks": PowerOfTwo(1, 16)})
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if problem.shape[0] * problem.shape[2] > 1 << 14:
+            return "at more than 16384 ids two_phase, which counts them once, is faster"
+        return super().refuse_config(problem, config, limits)
+
+
+class TwoPhase(DispatchVariant, registered=True):
+    name = "two_phase"
+    summary = "a kernel counts, another pushes in pieces that overlap; for many tokens"
+    kernels = (dispatch_kernel, quantise_kernel, count_kernel)
+    space = Space({**GRID, "num_warps": PowerOfTwo(1, 8), "num_chunks": PowerOfTwo(1, 64)})
+    counts_first = True
+    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2, "split": 1}
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return {**super().wish(problem, limits), "num_chunks": max(problem.shape[0] / 512, 1)}
+
+
+class CombineVariant(GridVariant):
+    """A variant of ep_combine over `combine_kernel` or one with its first arguments."""
+
+    op = "ep_combine"
+
+    def packets(self, problem: Problem) -> int:
+        return sizes_of(problem).row_bytes // PACKET_BYTES
+
+    def staged(self, problem: Problem, config: Config) -> int:
+        ring = min(int(config.get("num_chunks", 1)), int(RING.value))
+        s = sizes_of(problem)
+        return ring * self.span(problem, config) * s.topk * s.row_bytes
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "DTYPE": problem.dtype}
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        s, overflow = sizes_of(problem), Overflow.of(workspace.group, workspace.device)
+        kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
+        sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
+        extra = self.arguments(problem, config, workspace)
+        launch = kernel.fix((*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra))
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            overflow.check()
+            addresses = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
+            launch(stream, *addresses, inputs[2].element_size() // 4)
+
+        return run
+
+
+class CombinePush(CombineVariant, registered=True):
+    name = "push"
+    summary = "push through the peers' memory ordered by flags, pieces overlapped"
+    kernels = (combine_kernel,)
+    space = Space({**GRID, "num_chunks": PowerOfTwo(1, 64)})
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if problem.shape[2] * 4 * (int(config["num_warps"]) // 8) > 64:
+            return f"packets of {problem.shape[2]} experts do not fit into the registers of so many threads"
+        return super().refuse_config(problem, config, limits)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        needed = self.staged(problem, {"num_chunks": 1}) * 4
+        return {**super().wish(problem, limits), "num_chunks": max(needed / max(self.room(limits), 1), 1)}
