@@ -17,7 +17,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection
@@ -215,6 +215,8 @@ def run_search(
     seconds_left: float | None = None,
     max_trials: int | None = None,
     trial_seconds: float = 0.0,
+    kind: type[Coordinator] = Coordinator,
+    prepare: Callable[[Any], None] = lambda coordinator: None,
 ) -> SearchRun:
     """Drive a coordinator to its end with recorded answers; no process, no clock, no tensor.
 
@@ -230,10 +232,11 @@ def run_search(
         seconds_left: of the budget; None is no bound.
         max_trials: stop after so many answers, as a kill would.
         trial_seconds: how long a gang is busy with a trial, on a simulated clock.
+        kind: of coordinator, which `prepare` is called with before it is asked for a command.
     """
-    return _Search(tuple(problems), settings, replay, limits, tuple(stored), seconds_left, trial_seconds).run(
-        math.inf if max_trials is None else max_trials
-    )
+    search = _Search(tuple(problems), settings, replay, limits, tuple(stored), seconds_left, trial_seconds, kind)
+    prepare(search.coordinator)
+    return search.run(math.inf if max_trials is None else max_trials)
 
 
 class _Search:
@@ -248,13 +251,14 @@ class _Search:
         stored: tuple[Trial, ...],
         seconds_left: float | None,
         trial_seconds: float,
+        kind: type[Coordinator],
     ) -> None:
         self._settings, self._replay, self._limits = settings, replay, limits
         self._trial_seconds = trial_seconds
         self._now = 0.0
         self._steps: list[Step] = []
         self._stored = list(stored)
-        self._coordinator = Coordinator(
+        self.coordinator = kind(
             problems,
             settings,
             source_hash=replay.source_hash,
@@ -268,7 +272,7 @@ class _Search:
         self._reason = ""
 
     def run(self, max_trials: float) -> SearchRun:
-        coordinator, num_gangs = self._coordinator, self._settings.gangs
+        coordinator, num_gangs = self.coordinator, self._settings.gangs
         for gang in range(num_gangs):
             coordinator.gang_ready(gang, self._replay.environment, self._limits)
         self._idle = list(range(num_gangs))
@@ -304,7 +308,7 @@ class _Search:
         """Ask what every idle gang does next; those that end, or wait while all others have ended, stay idle."""
         idle, self._idle = self._idle, []
         for gang in idle:
-            command = self._coordinator.next(gang)
+            command = self.coordinator.next(gang)
             if command.kind == "trial":
                 heapq.heappush(self._busy, (self._now + self._trial_seconds, gang))
             else:
@@ -312,8 +316,8 @@ class _Search:
                 self._reason = command.reason or self._reason
 
     def _take_trials(self) -> None:
-        trials = [trial for trial, _ in self._coordinator.unstored]
-        self._coordinator.unstored.clear()
+        trials = [trial for trial, _ in self.coordinator.unstored]
+        self.coordinator.unstored.clear()
         self._stored += [replace(trial, created_at=_NOON) for trial in trials]  # runs are compared
 
 

@@ -121,7 +121,7 @@ class Autotune:
     def _tune(self, problems: dict[Problem, NumericsPolicy], begin: float) -> None:
         communicator = self.communicator
         before = {problem: decision_on(communicator, problem, policy) for problem, policy in problems.items()}
-        options = job_settings(communicator, problems, max(*problems.values(), "default", key=POLICIES.index))
+        options = job_settings(communicator.limits, problems, max(*problems.values(), "default", key=POLICIES.index))
         search = None
         if communicator.rank == 0:
             left_s = self._budget_s - (time.monotonic() - begin)
@@ -333,7 +333,7 @@ def check_winners(communicator: Communicator, noted: Mapping[Problem, Note]) -> 
     asked = agree_on_work(communicator, {problem: noted[problem].policy for problem in stored})
     if not asked:
         return
-    options = job_settings(communicator, asked, "any")
+    options = job_settings(communicator.limits, asked, "any")
     if communicator.rank != 0:
         run_in_job(communicator, options, None)
         return

@@ -15,6 +15,7 @@ among the neighbours of its best, and ends with its own finals, while its tensor
 from __future__ import annotations
 
 import contextlib
+import math
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,36 +26,43 @@ import torch.distributed as dist
 from tunedcomm.db.records import Trial
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.launches import no_intercept
-from tunedcomm.spec import Candidate, NumericsPolicy, Problem, get_op, get_variant, variants
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_op, get_variant, variants
 from tunedcomm.symm.nodes import make_subgroup
 from tunedcomm.tuner.gang.group import Gang
 from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
 from tunedcomm.tuner.measure.trial import TrialRunner
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.knowledge import is_library
-from tunedcomm.tuner.search.study import LocalSearch, Search, families
+from tunedcomm.tuner.search.study import LocalSearch, Search, default_candidates, families
 
 # Longest wait of a trial's launch for a peer.
 PEER_TIMEOUT_S = 2.0
 # Finalists of a problem besides the library.
-_FINALISTS = 2
+_FINALISTS = 3
+# Times the best one's, up to which another takes part in the finals.
+_CLOSE = {"cuda": 1.05, "host": 1.3}
+# A variant that took so many times as long as the best near a size is not tried there.
+_FAR_BEHIND = 3.0
+# What is taken for that of a variant that did not run near it, and how many times as large is near.
+_UNKNOWN = 1.5
+_NEAR = 8.0
 _ROUND_BUDGET_US = 100_000.0
 # Of CPU tensors larger ones are checked at their very size alone: there the references take the time, not the launches.
 _FULL_CHECK_BYTES = 2 << 20
 # Up to here a problem's first trial takes what it takes; beyond, as much more as there are more bytes.
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = {"cuda": 64 << 20, "host": 1 << 20}
 # Problems that fit into a budget, by the seconds that each should get; these are searched from small to large messages.
 _LEAST_S = 0.2
 
 
-def job_settings(communicator: Communicator, problems: Collection[Problem], policy: NumericsPolicy) -> Settings:
+def job_settings(limits: Limits, problems: Collection[Problem], policy: NumericsPolicy) -> Settings:
     """Settings of a short search: few samples, since time is short, and no second chance for what hung."""
-    on_gpu, limits = communicator.device.type == "cuda", communicator.limits
+    on_gpu = limits.backend == "cuda"
     # Interpreted kernels take a tenth of a second, and are searched where nothing else is there for CPU tensors.
     is_fast = all(any(v.untuned(problem, limits) for v in variants(problem.op).values()) for problem in problems)
     return Settings(
-        backend="cuda" if on_gpu else "host",
-        world_size=communicator.world_size,
+        backend=limits.backend,
+        world_size=next(iter(problems)).world_size,
         trials=64,
         policy=policy,
         reach=1.3 if on_gpu else 1.6,
@@ -91,6 +99,7 @@ class ShortSearch(Coordinator):
     """A coordinator of one gang that searches problem after problem, each with its finals at its end, see `plan`."""
 
     _make_search = LocalSearch
+    _search_share = 0.95
 
     def plan(self, guesses: Mapping[Problem, Sequence[Candidate]], *, plugins: bool = False) -> None:
         """Set the problems, most wanted first, before the first command is asked for.
@@ -101,16 +110,57 @@ class ShortSearch(Coordinator):
         """
         self._families, self._guesses, self._plugins = [[problem] for problem in guesses], guesses, plugins
         self._begun_s, self._first_s = 0.0, dict[Problem, float]()
+        self._trials_s, self._num_trials = 0.0, 0
 
     def _space(self, problem: Problem) -> list[Candidate]:
         return [c for c in super()._space(problem) if self._plugins or is_library(c) or is_own(c)]
 
     def _seeds(self, problem: Problem) -> list[Candidate]:
-        return [*self._guesses[problem], *super()._seeds(problem)]
+        """Guesses, then the defaults of variants, which know the size, in the order of their times near it.
+
+        Where a default did not win next to it, the winner's config comes second.
+        """
+        limits, known = self._knowledge.limits, self._behind(problem)
+        defaults = [c for c in default_candidates(problem, limits) if known.get(c.variant, _UNKNOWN) <= _FAR_BEHIND]
+        defaults.sort(key=lambda c: known.get(c.variant, _UNKNOWN))
+        found: list[Candidate] = []
+        for other in self._near(problem)[:1]:
+            usual = default_candidates(other, limits)
+            found = [c for c in self._knowledge.winners(other, 1, self._settings.policy) if c not in usual]
+        return [*self._guesses[problem], *defaults[:1], *self._knowledge.feasible(problem, found), *defaults[1:]]
+
+    def _near(self, problem: Problem) -> list[Problem]:
+        """Problems of the family that were searched, up to so many times smaller or larger, the nearest first."""
+
+        def distance(other: Problem) -> float:
+            sizes = [get_op(p.op).message_bytes(p) + 1 for p in (problem, other)]
+            return max(sizes) / min(sizes)
+
+        near = [p for p in self.searched if p.family == problem.family and distance(p) <= _NEAR]
+        return sorted(near, key=distance)
+
+    def _behind(self, problem: Problem) -> dict[str, float]:
+        """Variant to how many times as long as the best it took, at the nearest size where it ran."""
+        found: dict[str, float] = {}
+        for other in self._near(problem):
+            times: dict[str, float] = {}
+            for trial in self._knowledge.trials(other):
+                if trial.latency_p50_us is not None and not is_library(trial.candidate):
+                    times[trial.variant] = min(trial.latency_p50_us, times.get(trial.variant, math.inf))
+            found = {variant: us / min(times.values()) for variant, us in times.items()} | found
+        return found
+
+    def _grant_time(self, problem: Problem) -> None:
+        super()._grant_time(problem)
+        self._until_s[problem] -= self._trials_s / max(self._num_trials, 1) / 2  # the last trial ends later
 
     def _finalists(self, family: Sequence[Problem]) -> Iterator[tuple[Problem, list[Candidate]]]:
+        """The best few, where they are too close to tell apart by one look."""
         for problem in family:
-            yield problem, self._knowledge.winners(problem, _FINALISTS, self._settings.policy)
+            times = self._knowledge.settled(problem)
+            best = self._knowledge.winners(problem, _FINALISTS, self._settings.policy)
+            close = [c for c in best if (times[c] or 0.0) <= _CLOSE[self._settings.backend] * (times[best[0]] or 0.0)]
+            yield problem, close if len(close) > 1 else []
 
     def _measure(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
         """Measure these again, if there are any: the library is beside each of them."""
@@ -131,7 +181,9 @@ class ShortSearch(Coordinator):
     def learn(self, gang: int, result: TrialResult) -> Trial | None:
         """Take in how a trial ended, and what the first one of a problem took."""
         command = self._running[gang]
-        self._first_s.setdefault(command.trial[0], self._clock() - self._begun_s)
+        took_s = self._clock() - self._begun_s
+        self._first_s.setdefault(command.trial[0], took_s)
+        self._trials_s, self._num_trials = self._trials_s + took_s, self._num_trials + 1
         return super().learn(gang, result)
 
     def _is_doubtful(self, gang: int, candidate: Candidate, status: str) -> bool:
@@ -142,7 +194,7 @@ class ShortSearch(Coordinator):
         """Seconds that the first trial of a problem may take, by those of others, whose tensors were smaller."""
 
         def size(of: Problem) -> int:
-            return max(get_op(of.op).message_bytes(of), _SMALL_BYTES)
+            return max(get_op(of.op).message_bytes(of), _SMALL_BYTES[self._settings.backend])
 
         return max((s * max(1.0, size(problem) / size(p)) for p, s in self._first_s.items()), default=0.0)
 

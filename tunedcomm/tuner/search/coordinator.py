@@ -321,6 +321,7 @@ class Coordinator:
         return self._make_search(problem, feasible, self._settings, [library, *self._seeds(problem)])
 
     _make_search: Callable[..., Search] = Search
+    _search_share = _SEARCH_SHARE
 
     def _space(self, problem: Problem) -> list[Candidate]:
         """Every candidate that may be tried."""
@@ -336,7 +337,7 @@ class Coordinator:
         remaining = len(self.problems) - len(self.searched)
         left_s = self.seconds_left
         if math.isfinite(left_s):
-            left_s -= self._budget_s * (1 - _SEARCH_SHARE)
+            left_s -= self._budget_s * (1 - self._search_share)
         share = min(self._settings.gangs, remaining) / remaining
         self._until_s[problem] = max(self._until_s.get(problem, -math.inf), self._clock() + left_s * share)
 
