@@ -406,7 +406,8 @@ for _op in ("all_gather", "reduce_scatter", "all_to_all"):
     PARTS[_op] = functools.partial(measured, COLLECTIVES, _op, 4, {"library": "NCCL"})
 for _op in ("gemm_rs", "ag_gemm", "gemm_ar"):
     PARTS[_op] = functools.partial(measured, GEMMS, _op, 4, _GEMM_PEERS)
-_PART = re.compile(r"(<!-- begin generated (.+?) -->\n).*?(<!-- end generated \2 -->)", re.DOTALL)
+_BARE = r"^\| message \| gloo.+\n(?:\|.+\n)+"  # the README's table has no such lines: its head tells
+_PART = re.compile(rf"(?m)(<!-- begin generated (.+?) -->\n)(?s:.*?)(<!-- end generated \2 -->)|{_BARE}")
 
 
 def pages() -> list[Path]:
@@ -418,7 +419,7 @@ def pages() -> list[Path]:
 def written(page: str) -> str:
     """The text of a page with its generated parts made anew."""
     kernels.discover()
-    return _PART.sub(lambda match: f"{match[1]}{PARTS[match[2]]()}\n{match[3]}", page)
+    return _PART.sub(lambda match: f"{match[1] or ''}{PARTS[match[2] or 'all_reduce, CPU']()}\n{match[3] or ''}", page)
 
 
 # The README's plot.
