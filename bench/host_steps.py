@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +151,7 @@ def main() -> None:
                     "communication_share": round(beyond[name] / found[name].p50_us, 3),
                     "served": sum(seen) if name == "intercept" else 0,
                     "rounds": args.rounds,
+                    "load": os.getloadavg()[0],
                 }
             )
     if dist.get_rank() == 0:

@@ -110,7 +110,7 @@ def test_merge_counts_what_is_answered_otherwise(tmp_path: Path) -> None:
         (["export", "out.db", "--hardware", "H200"], "only --format nccl-csv"),
         (["export", "--cluster", "H200!"], "cannot name a cluster"),
         (["export", "--cluster", "h200", "--format", "jsonl"], "dispatch reads SQLite files only"),
-        (["export", "--cluster", "h200", "nowhere"], "nowhere is not a directory"),
+        (["export", "--cluster", "h200", "/dev/null"], "/dev/null cannot be made"),
         (["import"], "Missing argument 'SRC...'"),
         (["import", "absent.jsonl"], "does not exist"),
         (["merge", "absent.db"], "Missing option '--into'"),

@@ -98,7 +98,6 @@ def test_a_file_that_changed_is_not_brought(tmp_path: Path, form: Form, change: 
 def test_a_cluster_reads_the_file_under_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store(tmp_path / "source.db", [trial(final=True)])
     shared = tmp_path / "shared 1:2"
-    shared.mkdir()
     shown = CliRunner().invoke(
         main.app, ["db", "export", "--cluster", "h200-prod", str(shared), "--db", str(source), "--json"]
     )

@@ -668,9 +668,11 @@ def _cluster_file(cluster: str, out: str | None, form: FileFormat) -> Path:
     if form != "sqlite":
         raise bad_usage("--format", "dispatch reads SQLite files only")
     folder = Path(out or ".").expanduser()
-    if not folder.is_dir():
-        why = f"{folder} is not a directory; with --cluster the file is named for you"
-        raise bad_usage("OUT", why)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"the folder {folder} cannot be made: {error.strerror}; with --cluster the file is named for you"
+        raise bad_usage("OUT", why) from None
     try:
         return cluster_file(cluster, folder)
     except ValueError as error:

@@ -94,8 +94,7 @@ def check_gpus() -> Iterator[Line]:
             fix = "install a CUDA build of torch that the driver supports, and check CUDA_VISIBLE_DEVICES"
             yield Line("gpus", "fail", f"the driver has GPUs, torch {torch.__version__} cannot use them", fix)
         else:
-            fix = "nothing, if this is intended: the host backend runs everything on CPUs, slowly"
-            yield Line("gpus", "warn", "none found", fix)
+            yield Line("gpus", "ok", "none found; CPU tensors go through shared memory")
         return
     count = torch.cuda.device_count()
     first, *more = [detect(index) for index in range(count)]
@@ -197,7 +196,8 @@ def check_this_machine() -> Iterator[Line]:
         return
     found = nearest(here, stored)
     if found is None:
-        yield Line("this machine", "warn", f"no database holds anything for {here}", _NONE_HERE)
+        until = "; rules of thumb choose until then" if here.is_host else ""
+        yield Line("this machine", "warn", f"no database holds anything for {here}{until}", _NONE_HERE)
         return
     different = here.differences(found)
     detail = f"no database holds anything for {here}; the nearest is {found}: {'; '.join(different.values())}"
