@@ -7,8 +7,9 @@
 - `tp_dtensor`: forward and backward of such an MLP in DTensor's colwise and rowwise plan.
 
 A step's communication is what it takes beyond the same step without collectives: DDP's `no_sync`, or the rank's halves
-alone. Compared are medians over rounds of the slowest rank; a round has several steps of each. After the rounds both
-ways must have given the same sums, and the same bits on every rank.
+alone. Compared are medians over rounds of the slowest rank; a round has several steps of each. `cores_us` is what all
+ranks' cores worked for a step, which other programs of the machine (`load`) disturb least. After the rounds both ways
+must have given the same sums, and the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
-from ranks import block_us, everyones, slowest
+from ranks import everyones, slowest
 from rows import append, arguments, of_run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -114,6 +117,15 @@ def check(workload: Workload, plain: torch.Tensor, served: torch.Tensor) -> None
     assert all(torch.equal(first, other) for other in others), "ranks hold different bits"
 
 
+def sample_us(step: Step) -> tuple[float, float]:
+    """µs that a step takes by the clock, and of this rank's cores; of some steps after a barrier."""
+    dist.barrier()
+    begin, worked = time.perf_counter(), time.process_time()
+    for _ in range(STEPS):
+        step()
+    return (time.perf_counter() - begin) * 1e6 / STEPS, (time.process_time() - worked) * 1e6 / STEPS
+
+
 def main() -> None:
     args = arguments(__doc__, csv=None, rounds=40)
     dist.init_process_group("gloo")
@@ -123,20 +135,24 @@ def main() -> None:
         torch.manual_seed(0)
         workload, seen = make(), list[int]()
         ways = {"gloo": contextlib.nullcontext, "intercept": partial(intercepted, seen)}
-        times: dict[str, list[float]] = {name: [] for name in (*ways, "alone")}
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in (*ways, "alone")}
         results = {}
         for number in range(args.rounds + 2):
             for name, way in list(ways.items())[:: -1 if number % 2 else 1]:
                 with way():
                     workload.step()
-                    times[name].append(block_us(workload.step, STEPS, torch.device("cpu"), to_end=False))
+                    samples[name].append(sample_us(workload.step))
                     results[name] = workload.step().clone()
-            times["alone"].append(block_us(workload.alone, STEPS, torch.device("cpu"), to_end=False))
+            samples["alone"].append(sample_us(workload.alone))
         if make is not ddp:  # its weights have changed in between
             check(workload, results["gloo"], results["intercept"])
-        found = dict(zip(times, slowest([each[2:] for each in times.values()]), strict=True))
-        beyond = {name: found[name].p50_us - found["alone"].p50_us for name in ways}
+        by_clock, by_core = ([[one[column] for one in each[2:]] for each in samples.values()] for column in (0, 1))
+        found = dict(zip(samples, slowest(by_clock), strict=True))
+        cores = dict(
+            zip(samples, map(sum, zip(*everyones([median(each) for each in by_core]), strict=True)), strict=True)
+        )
         for name in ways:
+            beyond = found[name].p50_us - found["alone"].p50_us
             rows.append(
                 {
                     "workload": make.__name__,
@@ -147,8 +163,10 @@ def main() -> None:
                     "step_p50_us": round(found[name].p50_us, 1),
                     "step_p90_us": round(found[name].p90_us, 1),
                     "alone_us": round(found["alone"].p50_us, 1),
-                    "communication_us": round(beyond[name], 1),
-                    "communication_share": round(beyond[name] / found[name].p50_us, 3),
+                    "communication_us": round(beyond, 1),
+                    "communication_share": round(beyond / found[name].p50_us, 3),
+                    "cores_us": round(cores[name], 1),
+                    "cores_alone_us": round(cores["alone"], 1),
                     "served": sum(seen) if name == "intercept" else 0,
                     "rounds": args.rounds,
                     "load": os.getloadavg()[0],
