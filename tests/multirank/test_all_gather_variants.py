@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,9 +11,8 @@ import torch.distributed as dist
 from cases import report, run_cases
 from harness import run_ranks
 from quick import QUICK, sample, some
-from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
+from variant_checks import check_variant, launch_variant, limits_of
 
-import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.kernels.common.packets import ESCAPE
@@ -70,19 +66,6 @@ def payload(kind: str, num_words: int, seed: int, rank: int) -> torch.Tensor:
     return words.view(torch.float32)
 
 
-def payloads(world_size: int, rank: int) -> None:
-    """Payloads of all kinds and sizes in random order on one lane, each rank with a kind of its own."""
-    communicator = get_communicator()
-    shuffle = random.Random(7)
-    for seed in sample(range(40)):
-        numel = shuffle.choice((1, 2, 3, 4, 5, 17, 64, 257, 900))
-        kinds = [shuffle.choice(PAYLOADS) for _ in range(world_size)]
-        name = "lamport" if seed % 4 else shuffle.choice(KERNELS)
-        everyone = [payload(kind, numel, seed, r) for r, kind in enumerate(kinds)]
-        (out,) = launch_variant(communicator, gather(numel, "float32", world_size), name, (everyone[rank],))
-        assert torch.equal(bits_of(out), torch.cat([bits_of(x) for x in everyone])), (seed, name, kinds, numel)
-
-
 def arena_is_clean(communicator: Communicator) -> bool:
     workspace = communicator.workspace
     assert workspace is not None
@@ -117,102 +100,9 @@ def many_chunks(world_size: int, rank: int) -> None:
     assert count > (1 if QUICK else 5)
 
 
-@contextlib.contextmanager
-def slowed() -> Iterator[None]:
-    """Inside the block this process gets on at a fraction of its pace: another thread wants the interpreter too."""
-    done = threading.Event()
-
-    def spin() -> None:
-        while not done.is_set():
-            sum(range(2000))
-
-    threads = [threading.Thread(target=spin) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-
-
-def a_slow_rank(world_size: int, rank: int) -> None:
-    """Nobody runs ahead of a rank that is slower, which may be any."""
-    communicator = get_communicator()
-    config = {"num_blocks": 1, "num_warps": 4, "items": 1, "num_chunks": 16}
-    for slow, name in enumerate(("push", "multimem")):
-        for seed in some((1, 2)):
-            with slowed() if rank == slow else contextlib.nullcontext():
-                problem = gather(16 * 128 * 4, "float32", world_size)
-                check_variant(communicator, problem, name, seed=seed, config=config)
-
-
-def larger_than_the_workspace(world_size: int, rank: int) -> None:
-    """Push goes round in the areas; pull changes to the scatter area and then refuses."""
-    del rank
-    communicator = get_communicator()
-    limits, pull = limits_of(communicator), get_variant("all_gather", "pull")
-    one_shot, staging = limits.one_shot_bytes, limits.staging_bytes
-    assert one_shot < staging <= 2 << 20
-    for nbytes in some((one_shot + 16, staging - 5, 2 * staging + 1)):
-        problem = gather(nbytes, "uint8", world_size)
-        check_variant(communicator, problem, "push")
-        if nbytes <= staging:
-            check_variant(communicator, problem, "pull")
-        else:
-            assert "exceed the staging" in str(pull.infeasible(problem, pull.default(problem, limits), limits))
-
-
-def mixed_with_all_reduce(world_size: int, rank: int) -> None:
-    """Variants of two ops and sizes in random order on one lane, the same on every rank."""
-    del rank
-    communicator, shuffle = get_communicator(), random.Random(world_size)
-    reducers = sorted(n for n, v in variants("all_reduce").items() if v.kernels and v.numerics == "ordered")
-    for seed in sample(range(45), quick=6):
-        numel = shuffle.choice((1, 6, 130, 1000, 3001))
-        if seed % 3 == 2:
-            problem = Problem("all_reduce", (numel,), "float32", world_size, mode="eager")
-            check_variant(communicator, problem, shuffle.choice(reducers), seed=seed)
-        else:
-            problem = gather(numel, shuffle.choice(("bfloat16", "float32", "uint8")), world_size)
-            kind = shuffle.choice(("random", "integers"))
-            check_variant(communicator, problem, shuffle.choice(KERNELS), seed=seed, kind=kind)
-
-
-def configs(world_size: int, rank: int) -> None:
-    """Points all over the spaces that the host may run."""
-    del rank
-    communicator, count = get_communicator(), 0
-    limits, shuffle = limits_of(communicator), random.Random(3)
-    for name in KERNELS:
-        variant = get_variant("all_gather", name)
-        for numel in some((3, 1111, 20_000)):
-            problem = gather(numel, "bfloat16", world_size)
-            feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, limits) is None]
-            for config in shuffle.sample(feasible, min(3, len(feasible))):
-                check_variant(communicator, problem, name, seed=count, config=config)
-                count += 1
-    assert count > (1 if QUICK else 3) * len(KERNELS)
-
-
-def symmetric_input(world_size: int, rank: int) -> None:
-    """Peers read it where it lies, so it may be overwritten as soon as the call has ended."""
-    for numel in (5, 999, 40_000):
-        problem = gather(numel, "float32", world_size)
-        x = tunedcomm.symmetric_empty(numel + 4, dtype=torch.float32)[4:]
-        for seed in (1, 2):
-            everyone = inputs_of_all(problem, seed, "integers")
-            x.copy_(everyone[rank][0])
-            with tunedcomm.force("all_gather", "pull"):
-                out = tunedcomm.all_gather(x)
-            x.fill_(-1.0)
-            assert torch.equal(bits_of(out), torch.cat([bits_of(values) for (values,) in everyone])), (numel, seed)
-
-
 CASES = {f"sizes, {variant}": functools.partial(sizes, variant) for variant in KERNELS}
-CASES |= {case.__name__: case for case in (payloads, mixed_with_all_reduce, many_chunks)}
-MORE = (every_dtype, clean_arena, a_slow_rank, larger_than_the_workspace, configs, symmetric_input)
+CASES["many_chunks"] = many_chunks
+MORE = (every_dtype, clean_arena)
 TWO = {case.__name__: case for case in MORE}
 
 
@@ -235,16 +125,3 @@ def test_variants(outcomes: Callable[[int], list[dict[str, str]]], world_size: i
 @pytest.mark.parametrize("name", TWO)
 def test_on_two_ranks(outcomes: Callable[[int], list[dict[str, str]]], name: str) -> None:
     report(outcomes(2), name)
-
-
-def eight_body(rank: int, world_size: int) -> bool:
-    """The largest group that kernels serve."""
-    communicator = get_communicator()
-    for name in KERNELS:
-        check_variant(communicator, gather(333, "bfloat16", world_size), name, seed=1, kind="integers")
-    return True
-
-
-@pytest.mark.slow
-def test_eight_ranks() -> None:
-    assert run_ranks(8, eight_body, timeout=240) == [True] * 8

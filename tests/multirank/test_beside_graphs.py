@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ import tunedcomm
 from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.kernels.common import launch
-from tunedcomm.spec import Candidate, Problem, get_variant
 
 
 def what_graphs_replay_is_kept(rank: int) -> None:
@@ -65,35 +62,9 @@ def large_kernels_leave_room_for_graphs(rank: int) -> None:
     tunedcomm.all_reduce(x)
 
 
-def eager_kernels_are_not_launched_early_beside_graphs(rank: int) -> None:
-    """One that lets its successor in while it waits for peers holds the room of two."""
-    tunedcomm.release_communicators()
-    communicator, variant, bound = get_communicator(), get_variant("all_reduce", "lamport"), []
-    eager = Problem("all_reduce", (256,), "float32", communicator.world_size, mode="eager")
-
-    def bind(problem: Problem, config: Any, workspace: Any) -> Any:
-        bound.append((problem.mode, config["launch_pdl"]))
-        return variant.bind(problem, {**config, "launch_pdl": False}, workspace)
-
-    candidate = Candidate.of(
-        "all_reduce", "lamport", {**variant.default(eager, communicator.limits), "launch_pdl": True}
-    )
-    noted = dataclasses.replace(variant, bind=bind)
-    tunedcomm.all_reduce(torch.ones(256))
-    (plan,) = communicator.plans.values()
-    with replaced(communicator_module, "get_variant", lambda *_: noted):
-        communicator.bind(eager, candidate)
-        communicator.captured(plan)
-        assert not communicator.plans
-        communicator.bind(eager, candidate)
-        communicator.bind(dataclasses.replace(eager, mode="graph"), candidate)
-    assert bound == [("eager", True), ("eager", False), ("graph", True)]
-
-
 CASES = {
     "what graphs replay is kept": what_graphs_replay_is_kept,
     "large kernels leave room for graphs": large_kernels_leave_room_for_graphs,
-    "eager kernels are not launched early beside graphs": eager_kernels_are_not_launched_early_beside_graphs,
 }
 
 

@@ -13,7 +13,6 @@ from dispatch_table import (
     MIDDLE,
     SMALL,
     TUNED,
-    WORLD_SIZE,
     check_tuned,
     inputs_of,
     launched,
@@ -26,7 +25,6 @@ from dispatch_table import (
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Problem, get_variant, register_variant
 
 
@@ -172,20 +170,6 @@ def forced_by_setting(rank: int) -> None:
             tunedcomm.all_reduce(x)
 
 
-def replaced_snapshot(rank: int) -> None:
-    communicator = get_communicator()
-    tuned = communicator.snapshot
-    empty = Snapshot(environment=communicator.environment, world_size=WORLD_SIZE)
-    communicator.replace_snapshot(empty)
-    x, _ = inputs_of(rank, SMALL)
-    assert ran(lambda: tunedcomm.all_reduce(x))[0] == "library"
-    with pytest.raises(tunedcomm.AgreementError, match="differ in snapshot: digest is"):
-        communicator.replace_snapshot((empty, tuned)[rank])
-    assert communicator.snapshot is empty, "refused on every rank"
-    communicator.replace_snapshot(tuned)
-    assert ran(lambda: tunedcomm.all_reduce(x))[0] == "lamport"
-
-
 CASES = {
     "force": forced,
     "force in vain": forced_in_vain,
@@ -194,7 +178,6 @@ CASES = {
     "max_sms": few_sms,
     "TUNEDCOMM_MODE=force": mode_force,
     "TUNEDCOMM_FORCE_ALL_REDUCE": forced_by_setting,
-    "replace_snapshot": replaced_snapshot,
 }
 
 

@@ -122,26 +122,6 @@ def odd_outputs(rank: int) -> None:
         assert torch.equal(tunedcomm.all_reduce(same, out=same.view(NUMEL)), expected), "out covers x exactly"
 
 
-def lazy_conjugates(rank: int) -> None:
-    """Memory of a conjugated tensor holds other numbers than the tensor."""
-    parts = [torch.arange(NUMEL).float() + 1j * (r + 1) for r in range(2)]
-    x, plain, expected = parts[rank].clone(), torch.cat(parts), torch.cat(parts).conj().resolve_conj()
-    with tunedcomm.force("all_gather", "pull"):
-        for _ in range(3):
-            assert torch.equal(tunedcomm.all_gather(x), plain)
-            assert torch.equal(tunedcomm.all_gather(x.conj()), expected)
-            assert torch.equal(tunedcomm.all_gather(x.view(2, -1).conj(), dim=1).view(-1), _columns(expected))
-            out = torch.zeros_like(plain)
-            tunedcomm.all_gather(x, out=out.conj())
-            assert torch.equal(out, expected)
-    assert torch.equal(tunedcomm.all_gather(x.conj()), expected), "by the library"
-
-
-def _columns(gathered: torch.Tensor) -> torch.Tensor:
-    """What was gathered in two rows a rank, side by side."""
-    return gathered.view(2, 2, -1).movedim(0, 1).reshape(-1)
-
-
 def what_changes_the_choice(rank: int) -> None:
     """Forcing, another snapshot and released communicators are seen by the very next call."""
     x, expected = ones(rank), torch.full((NUMEL,), 3.0)
@@ -184,27 +164,12 @@ def symmetric_tensors(rank: int) -> None:
     dist.barrier()
 
 
-def no_guards(rank: int) -> None:
-    """A torch without the compiler's guards: the longer way, the same results."""
-    guards, call_module._guards = call_module._guards, None
-    try:
-        get_communicator().forget_plans()
-        with tunedcomm.force("all_reduce", "lamport"):
-            for _ in range(3):
-                assert torch.equal(tunedcomm.all_reduce(ones(rank)), torch.full((NUMEL,), 3.0))
-            assert not get_communicator().fast_calls
-    finally:
-        call_module._guards = guards
-
-
 CASES = {
     "the second call is fast": the_second_call_is_fast,
     "what only looks alike is not fast": what_only_looks_alike_is_not_fast,
     "odd outputs": odd_outputs,
-    "lazy conjugates": lazy_conjugates,
     "what changes the choice": what_changes_the_choice,
     "symmetric tensors": symmetric_tensors,
-    "no guards": no_guards,
 }
 
 

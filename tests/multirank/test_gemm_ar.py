@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, report, run_cases
 from harness import run_ranks
 from quick import some
-from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
+from variant_checks import check_variant, inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
 from tunedcomm import kernels
@@ -23,7 +23,6 @@ from tunedcomm.spec import Problem, variants
 
 kernels.discover()
 KERNELS = sorted(name for name, variant in variants("gemm_ar").items() if variant.kernels)
-ORDERED = sorted(name for name in KERNELS if variants("gemm_ar")[name].numerics == "ordered")
 WORLD_SIZES = (2, 3)
 # The last rows and columns of tiles hang over, and so does the depth.
 SHAPES = ((40, 72, 40), (7, 136, 72), (33, 24, 56))
@@ -83,30 +82,6 @@ def scaled(variant: str, rank: int) -> None:
         check(variant, problem, seed)
 
 
-def same_bits(rank: int) -> None:
-    """Repeated calls of ordered variants, other inputs in between; every rank has the same bits."""
-    communicator = get_communicator()
-    problem = problem_of(SHAPES[1], communicator.world_size, "nk+bias")
-    mine, others = (inputs_of_all(problem, seed, "random")[rank] for seed in (1, 2))
-    for variant in some(ORDERED):
-        config = drawn(variant, problem, 3)
-        (first,) = launch_variant(communicator, problem, variant, mine, config)
-        for _ in range(2):
-            launch_variant(communicator, problem, variant, others, config)
-            (again,) = launch_variant(communicator, problem, variant, mine, config)
-            assert torch.equal(bits_of(first), bits_of(again)), variant
-        sums = communicator.exchange(bits_of(first).tolist())
-        assert all(theirs == sums[0] for theirs in sums), variant
-
-
-def shared_lane(rank: int) -> None:
-    """Variants in random order on one lane, the same order on every rank."""
-    communicator, shuffle = get_communicator(), random.Random(5)
-    for seed in some(range(10)):
-        variant = shuffle.choice(KERNELS)
-        check(variant, problem_of(shuffle.choice(SHAPES), communicator.world_size, shuffle.choice(("nk", "kn"))), seed)
-
-
 def lost_peers(rank: int) -> None:
     """Every variant gives up in time and names the op and whom it missed; each in a group of its own."""
     os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = str(PEER_TIMEOUT_S)
@@ -126,8 +101,6 @@ def lost_peers(rank: int) -> None:
 CASES: dict[str, Case] = {
     **{f"shapes of {variant}": functools.partial(shapes, variant) for variant in KERNELS},
     **{f"scales of {variant}": functools.partial(scaled, variant) for variant in KERNELS},
-    "same bits": same_bits,
-    "shared lane": shared_lane,
     "lost peers": lost_peers,
 }
 
@@ -144,15 +117,3 @@ def outcomes() -> Callable[[int], list[dict[str, str]]]:
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in WORLD_SIZES for name in CASES])
 def test_variants(outcomes: Callable[[int], list[dict[str, str]]], world_size: int, name: str) -> None:
     report(outcomes(world_size), name)
-
-
-def four_body(rank: int, world_size: int) -> bool:
-    """Every variant once."""
-    for variant in KERNELS:
-        check(variant, problem_of((24, 72, 40), world_size, "nk+bias"), 1)
-    return True
-
-
-@pytest.mark.slow
-def test_four_ranks() -> None:
-    assert run_ranks(4, four_body, timeout=240) == [True] * 4

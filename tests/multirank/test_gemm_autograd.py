@@ -77,16 +77,6 @@ def as_by_parts(rank: int) -> None:
         assert [g.dtype for g in found] == [dtype] * 3
 
 
-def wider_results(rank: int) -> None:
-    """Gradients of fp32 results of bf16 operands come back in bf16."""
-    x, up, _ = (each.detach().bfloat16().requires_grad_() for each in parts(rank))
-    for op in (tunedcomm.ag_gemm, tunedcomm.gemm_rs, tunedcomm.gemm_ar):
-        narrow = grads(lambda x, up, op=op: op(x, up.t()), x, up)
-        wide = grads(lambda x, up, op=op: op(x, up.t(), out_dtype=torch.float32), x, up)
-        assert [g.dtype for g in wide] == [torch.bfloat16] * 2
-        torch.testing.assert_close(wide, narrow, rtol=0.05, atol=0.5)
-
-
 def called(function: Callable[..., Any], *leaves: torch.Tensor) -> list[str]:
     with Recorded() as recorded:
         grads(function, *leaves)
@@ -116,26 +106,6 @@ def only_what_is_needed(rank: int) -> None:
     assert called(lambda bias: ops.gemm_ar(fixed, plain.t(), bias=bias), bias) == ["gemm_ar"]
 
 
-def gradients_of_some_ranks(rank: int) -> None:
-    """A gradient of what was gathered, or of one product of several, may come on some ranks only."""
-    x, up = torch.ones(4, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
-
-    def gathered() -> torch.Tensor:
-        y, rows = tunedcomm.ag_gemm(x, up.t(), return_gathered=True)
-        return y.sum() + rows.sum() if rank == 0 else y.sum()
-
-    def several() -> torch.Tensor:
-        y, z = tunedcomm.ag_gemm(x, [up.t(), up])
-        return y.sum() + z.sum() if rank == 0 else y.sum()
-
-    for loss, total in ((gathered, 8 * WORLD_SIZE + 1.0), (several, 8 * WORLD_SIZE + 8.0)):
-        value = loss()
-        with Recorded() as recorded:
-            (found,) = torch.autograd.grad(value, x)
-        assert [call[0].split(".")[1] for call in recorded.calls] == ["reduce_scatter"]
-        assert torch.equal(found, torch.full_like(x, total))
-
-
 def under_autocast(rank: int) -> None:
     """Products are of the operands' dtype, forward and, as every rank sends in it, backward."""
     x, up, _ = parts(rank)
@@ -150,28 +120,6 @@ def under_autocast(rank: int) -> None:
         assert all(map(torch.equal, torch.autograd.grad(loss, (x, up)), expected))
         (found,) = torch.autograd.grad(made[rank].sum(), x)  # the product on one rank, what was gathered on the other
     torch.testing.assert_close(found, (leaf(10, 8, 6).detach().sum(0) + 1).expand(4, 6))
-
-
-def settings_carry_over(rank: int) -> None:
-    group = dist.new_group(list(range(WORLD_SIZE)))
-    said = (WORLD_SIZE, group.group_name, "any", 8)
-    x, up, _ = parts(rank)
-    for op in (tunedcomm.ag_gemm, tunedcomm.gemm_rs, tunedcomm.gemm_ar):
-        with Recorded() as recorded:
-            grads(lambda x, up, op=op: op(x, up.t(), group=group, numerics="any", max_sms=8), x, up)
-        assert len(recorded.calls) in (2, 3)
-        for name, *settings in recorded.calls:
-            there = said if "all_gather" not in name else (WORLD_SIZE, group.group_name, 8)
-            assert tuple(settings[-len(there) :]) == there, name
-
-
-def layouts(rank: int) -> None:
-    """A weight's gradient is stored as the weight is: nothing is transposed on its way there."""
-    x, up, _ = parts(rank)
-    for op in (tunedcomm.ag_gemm, tunedcomm.gemm_rs, tunedcomm.gemm_ar):
-        for b in (up.detach().t(), up.detach().t().contiguous()):
-            (found,) = torch.autograd.grad(op(x, b.requires_grad_()).sum(), b)
-            assert found.stride() == b.stride()
 
 
 def refused(rank: int) -> None:
@@ -193,16 +141,6 @@ def refused(rank: int) -> None:
             call()
 
 
-def checkpointed(rank: int) -> None:
-    leaves = parts(rank)
-    wanted = grads(fused, *leaves)
-    for reentrant in (False, True):
-        for each in leaves:
-            each.grad = None
-        checkpoint(fused, *leaves, use_reentrant=reentrant).square().sum().backward()
-        torch.testing.assert_close(tuple(each.grad for each in leaves), wanted, atol=0, rtol=0)
-
-
 def compiled(rank: int) -> None:
     leaves = parts(rank)
 
@@ -218,26 +156,13 @@ def compiled(rank: int) -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def transformed(rank: int) -> None:
-    x, up, _ = (each.detach() for each in parts(rank))
-    for call in (lambda x: tunedcomm.gemm_rs(x, up.t()), lambda x: tunedcomm.ag_gemm(x, [up.t()])[0]):
-        with pytest.raises(tunedcomm.UnsupportedInputError, match=r"use torch\.autograd\.grad"):
-            torch.func.grad(lambda x, f=call: f(x).square().sum())(x)
-
-
 CASES: dict[str, Case] = {
     **{name: functools.partial(differences, name) for name in CHECKED},
     "as by parts": as_by_parts,
-    "wider results": wider_results,
     "no collective that nobody needs": only_what_is_needed,
-    "gradients of some ranks": gradients_of_some_ranks,
     "under autocast": under_autocast,
-    "settings carry over": settings_carry_over,
-    "layouts of gradients": layouts,
     "refused": refused,
-    "checkpointed": checkpointed,
     "compiled": compiled,
-    "torch.func": transformed,
 }
 CASES = some_of(CASES, 3)
 

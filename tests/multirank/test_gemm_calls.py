@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from gemm_samples import DTYPES, FP8, HOW, drawn, mine_of, near, scale, stored, sums
 from harness import run_ranks
 from quick import some
@@ -84,46 +83,6 @@ def test_gathering_calls(world_size: int) -> None:
     assert run_ranks(world_size, gather_body, timeout=120) == [True] * world_size
 
 
-def several_body(rank: int, world_size: int) -> bool:
-    """Lists of b: one gather, several products; in every order, in fp8, into given tensors."""
-    a = drawn(rank, 3, 2, 32, dtype=torch.bfloat16)
-    everyone = torch.cat([drawn(r, 3, 2, 32, dtype=torch.bfloat16) for r in range(world_size)])
-    for widths in ((24, 48, 8), (48,), (16, 16), (8, 40)):
-        many = [stored(drawn(rank, 32, n, dtype=torch.bfloat16), HOW[i % 5]) for i, n in enumerate(widths)]
-        wanted = [everyone.double().reshape(-1, 32) @ b.double() for b in many]
-        shapes = [(*everyone.shape[:-1], n) for n in widths]
-        outs = [torch.zeros(*shape, 2, dtype=torch.bfloat16)[..., 1] for shape in shapes]
-        for given in (many, tuple(many)):
-            for found in (tunedcomm.ag_gemm(a, given), tunedcomm.ag_gemm(a, given, return_gathered=True, out=outs)):
-                results = found[0] if isinstance(found, tuple) else found
-                for result, value, shape in zip(results, wanted, shapes, strict=True):
-                    near(result, value, shape, torch.bfloat16)
-                if isinstance(found, tuple):
-                    assert torch.equal(found[1], everyone)
-                    assert all(result is out for result, out in zip(results, outs, strict=True))
-    for rowwise in (False, True):
-        eight = drawn(rank, 4, 32, dtype=FP8)
-        scales = [scale(r, 4, 1) if rowwise else scale(9, 1) for r in range(world_size)]
-        several = [drawn(rank, 32, n, dtype=FP8) for n in (16, 32)]
-        scale_b = [scale(rank, 1, n) if rowwise else scale(rank + 3, 1) for n in (16, 32)]
-        found = tunedcomm.ag_gemm(eight, several, scale_a=scales[rank], scale_b=scale_b, out_dtype=torch.float16)
-        for result, b, s in zip(found, several, scale_b, strict=True):
-            parts = [drawn(r, 4, 32, dtype=FP8).double() * scales[r].double() for r in range(world_size)]
-            near(
-                result,
-                torch.cat(parts) @ b.double() * s.double(),
-                (4 * world_size, b.shape[1]),
-                torch.float16,
-                "rowwise",
-            )
-    return True
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_several_b(world_size: int) -> None:
-    assert run_ranks(world_size, several_body, timeout=120) == [True] * world_size
-
-
 def fp8_body(rank: int, world_size: int) -> bool:
     """Scales for the tensor and for rows, in fp8, of all three ops, with batch dimensions; every dtype of results."""
     rows, k, n = 2 * world_size, 48, 32
@@ -161,56 +120,6 @@ def test_fp8(world_size: int) -> None:
     assert run_ranks(world_size, fp8_body, timeout=120) == [True] * world_size
 
 
-def empty_body(rank: int, world_size: int) -> bool:
-    """Nothing to multiply or to gather; only where A is gathered and has columns is a peer asked."""
-    b = torch.ones(8, 16)
-    for shape in ((0, 8), (0, 2, 8), (world_size, 0, 8)):
-        a = torch.ones(shape)
-        assert tunedcomm.gemm_ar(a, b).shape == (*shape[:-1], 16)
-        assert tunedcomm.gemm_rs(a, b).shape == (shape[0] // world_size, *shape[1:-1], 16)
-        found, gathered = tunedcomm.ag_gemm(a, b, return_gathered=True)
-        assert found.shape == (shape[0] * world_size, *shape[1:-1], 16)
-        assert gathered.shape == (shape[0] * world_size, *shape[1:])
-        assert [t.shape[-1] for t in tunedcomm.ag_gemm(a, [b, b[:, :3]])] == [16, 3]
-    a, none = torch.full((world_size, 8), rank + 1.0), torch.ones(8, 0)
-    assert tunedcomm.gemm_ar(a, none).shape == (world_size, 0)
-    assert tunedcomm.gemm_rs(a, none).shape == (1, 0)
-    assert tunedcomm.ag_gemm(a, none).shape == (world_size**2, 0)
-    found, gathered = tunedcomm.ag_gemm(a, none, return_gathered=True)
-    assert torch.equal(gathered, torch.cat([torch.full((world_size, 8), r + 1.0) for r in range(world_size)]))
-    deep = torch.ones(0, 16)
-    out = torch.full((world_size, 16), math.nan)
-    assert torch.equal(tunedcomm.gemm_ar(a[:, :0], deep, out=out), torch.zeros(world_size, 16))
-    assert torch.equal(tunedcomm.gemm_ar(a[:, :0], deep, bias=b[0]), torch.ones(world_size, 16))
-    assert torch.equal(tunedcomm.gemm_rs(a[:, :0], deep), torch.zeros(1, 16))
-    assert torch.equal(tunedcomm.ag_gemm(a[:, :0], [deep, deep])[1], torch.zeros(world_size**2, 16))
-    for first in (True, False):  # a feature that some ranks have and others have not
-        width = int((rank == 0) == first)
-        total = 1.0 if first else float(sum(range(2, world_size + 1)))
-        for weight in (b[:width], torch.ones(16, width).t()):
-            some = a[:, :width].contiguous()
-            assert torch.equal(tunedcomm.gemm_ar(some, weight), torch.full((world_size, 16), total))
-            assert torch.equal(tunedcomm.gemm_ar(some, weight, bias=b[0]), torch.full((world_size, 16), total + 1))
-            assert torch.equal(tunedcomm.gemm_rs(some, weight), torch.full((1, 16), total))
-    with tunedcomm.force("gemm_ar", "one_shot"):
-        for _ in range(3):
-            found = tunedcomm.gemm_ar(torch.ones(64, 0).bfloat16(), torch.ones(0, 64).bfloat16())
-            assert torch.equal(found, torch.zeros_like(found))
-    near(
-        tunedcomm.gemm_ar(a, b),
-        8.0 * sum(range(1, world_size + 1)) * torch.ones(world_size, 16),
-        (world_size, 16),
-        a.dtype,
-    )
-    return True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_empty_operands(world_size: int) -> None:
-    assert run_ranks(world_size, empty_body, timeout=60) == [True] * world_size
-
-
 def alone_body(rank: int, world_size: int) -> bool:
     """A group of one multiplies and asks nobody."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -238,29 +147,3 @@ def alone_body(rank: int, world_size: int) -> bool:
 
 def test_a_group_of_one() -> None:
     assert run_ranks(1, alone_body) == [True]
-
-
-def groups_body(rank: int, world_size: int) -> bool:
-    """Overlapping groups in turn, and several widths of b for the same a."""
-    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-    for turn in range(3):
-        for first, group in enumerate(groups):
-            if rank in (first, first + 1):
-                n = 16 + 8 * turn
-                total = sum(drawn(r, 4, 24).double() @ drawn(r, 24, n).double() for r in (first, first + 1))
-                a, b = drawn(rank, 4, 24), drawn(rank, 24, n)
-                near(tunedcomm.gemm_ar(a, b, group=group), total, (4, n), torch.float32)
-                near(tunedcomm.gemm_rs(a, b, group=group), total.chunk(2)[rank - first], (2, n), torch.float32)
-                found = tunedcomm.ag_gemm(a, [b, b], group=group)[1]
-                near(
-                    found,
-                    torch.cat([drawn(r, 4, 24) for r in (first, first + 1)]).double() @ b.double(),
-                    (8, n),
-                    a.dtype,
-                )
-    return True
-
-
-@pytest.mark.slow
-def test_subgroups() -> None:
-    assert run_ranks(3, groups_body) == [True] * 3

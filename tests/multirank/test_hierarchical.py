@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases import PEER_TIMEOUT_S, Case, inputs_of, report, run_cases, settings
+from cases import PEER_TIMEOUT_S, Case, report, run_cases, settings
 from harness import run_ranks
 from quick import some
 from variant_checks import bits_of, check_variant, inputs_of_all
@@ -80,24 +80,6 @@ def the_public_call(rank: int) -> None:
             tunedcomm.symmetric_empty(8)
 
 
-def groups_of_some(rank: int) -> None:
-    """Groups within a node have all kernels, groups of one rank a node none; groups meet whatever was made before."""
-    within, across = [dist.new_group(r) for r in ([0, 1], [2, 3])], [dist.new_group(r) for r in ([0, 2], [1, 3])]
-    with nodes("0,0,1,1"):
-        whole, mine, rail = get_communicator(), within[rank // 2], across[rank % 2]
-        assert get_communicator(mine).limits.symmetric
-        if rank < 2:  # a group more on some ranks than on others
-            x, expected = inputs_of(rank, 2, 300, "bfloat16")
-            with tunedcomm.force("all_reduce", "lamport"):
-                assert torch.equal(tunedcomm.all_reduce(x, group=mine), expected)
-        assert get_communicator(rail).limits.ranks_per_node == 0
-        assert torch.equal(tunedcomm.all_reduce(torch.ones(5), group=rail), torch.full((5,), 2.0))
-        tunedcomm.release_communicators()
-        assert get_communicator() is not whole
-        with tunedcomm.force("all_reduce", "hierarchical"):
-            assert torch.equal(tunedcomm.all_reduce(torch.ones(5)), torch.full((5,), 4.0))
-
-
 def nodes_that_differ(rank: int) -> None:
     assert nodes_of(["b", "a", "b"]) == (0, 1, 0)
     assert [ranks_per_node(n) for n in ((0, 0), (0, 1), (0, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 2, 1))] == [0, 1, 0, 2, 2]
@@ -132,7 +114,7 @@ def a_lost_peer_is_named_as_in_the_group(rank: int) -> None:
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
-        sizes_and_dtypes, in_pieces, the_public_call, groups_of_some, nodes_that_differ,
+        sizes_and_dtypes, in_pieces, the_public_call, nodes_that_differ,
         a_lost_peer_is_named_as_in_the_group,
     )
 }  # fmt: skip
@@ -150,19 +132,3 @@ def outcomes() -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_nodes_of_two(outcomes: list[dict[str, str]], name: str) -> None:
     report(outcomes, name)
-
-
-def six_body(rank: int, world_size: int, text: str) -> int:
-    with nodes(text, TUNEDCOMM_WORKSPACE_MIB="1"):
-        communicator = get_communicator()
-        for numel in (5, 1003):
-            problem = Problem("all_reduce", (numel,), "bfloat16", 6, reduction="avg", mode="eager")
-            (out,) = check_variant(communicator, problem, "hierarchical", seed=numel)
-            on_all_alike(out)
-        return communicator.limits.ranks_per_node
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("text", "ranks"), [("0,0,0,1,1,1", 3), ("0,1,2,2,1,0", 2)])
-def test_six_ranks(text: str, ranks: int) -> None:
-    assert run_ranks(6, six_body, text, timeout=240) == [ranks] * 6

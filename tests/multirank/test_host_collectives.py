@@ -136,45 +136,10 @@ def test_gemms(world_size: int) -> None:
     assert min(run_ranks(world_size, gemm_body, env=ENVIRONMENT, timeout=240)) >= 60
 
 
-def fused_calls_body(rank: int, world_size: int) -> None:
-    """Public calls of the fused ops, twice each, with strided inputs and results that take an input's place."""
-    for rows, columns in ((1, 1), (6, 33), (0, 8)):
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            everyone = [values_of(r, (rows, columns), dtype) for r in range(world_size)]
-            bias, weight = values_of(9, (columns,), dtype), values_of(8, (columns,), dtype)
-            total = sum(everyone) + bias  # whole numbers: exact in any order
-            mine = everyone[rank]
-            for x in (mine, mine, mine.t().contiguous().t(), mine.clone()):
-                residual = torch.ones_like(mine)
-                assert torch.equal(tunedcomm.all_reduce_bias(x, bias), total)
-                y, h = tunedcomm.all_reduce_rms_norm(x, weight, bias=bias, residual=residual, residual_out=residual)
-                assert h is residual
-                assert torch.equal(h, total + 1)
-                expected = h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-                assert torch.allclose(y.double(), expected, rtol=1e-2)
-                own = x.clone()
-                assert torch.equal(tunedcomm.all_reduce_bias(own, bias, out=own), total)
-    a = torch.full((4 * world_size, 8), float(rank + 1))
-    b = torch.eye(8)
-    every, every_rank = sum(range(1, world_size + 1)), torch.arange(1.0, world_size + 1)
-    assert torch.equal(tunedcomm.ag_gemm(a, b), every_rank.repeat_interleave(len(a))[:, None].expand(-1, 8))
-    assert torch.equal(tunedcomm.gemm_rs(a, b), torch.full((4, 8), float(every)))
-    assert torch.equal(tunedcomm.gemm_ar(a, b, bias=torch.ones(8)), torch.full(a.shape, every + 1.0))
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_public_calls_by_rows(world_size: int) -> None:
-    run_ranks(world_size, fused_calls_body, env=ENVIRONMENT, timeout=120)
-
-
 def values_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Small whole numbers, different on every rank."""
     numel = torch.Size(shape).numel()
     return ((torch.arange(numel) * (rank + 3) + rank) % 11).to(dtype).view(shape)
-
-
-def runs(problem: Problem) -> str:
-    return tunedcomm.explain(get_communicator(), problem).candidate.variant
 
 
 def calls_body(rank: int, world_size: int) -> None:
@@ -206,25 +171,6 @@ def calls_body(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_public_calls(world_size: int) -> None:
     run_ranks(world_size, calls_body, env=ENVIRONMENT, timeout=120)
-
-
-def untuned_body(rank: int, world_size: int) -> dict[str, set[str]]:
-    moves = {op: [(1,), (100_000,)] for op in (*MOVES, "reduce_scatter")}
-    rows = {op: [(1, 1), (300, 1024)] for op in ("all_reduce_bias", "all_reduce_rms_norm")}
-    products = {op: [(3, 1, 1), (300, 1024, 512)] for op in ("ag_gemm", "gemm_rs", "gemm_ar")}
-    found: dict[str, set[str]] = {}
-    for op, shapes in {**moves, **rows, **products}.items():
-        layout = get_op(op).layouts[0]
-        asked = [Problem(op, shape, "bfloat16", world_size, layout=layout, mode="eager") for shape in shapes]
-        found[op] = {runs(problem) for problem in asked}
-    return found
-
-
-def test_an_untuned_host_runs_them() -> None:
-    chosen = run_ranks(3, untuned_body, env=ENVIRONMENT)[0]
-    assert len(chosen) == 9
-    for op, variants in chosen.items():
-        assert variants == {"host_unfused" if "gemm" in op or "all_reduce" in op else "host_one_shot"}, op
 
 
 def lost_body(rank: int, world_size: int, op: str) -> str:

@@ -71,23 +71,9 @@ def symmetric_memory(rank: int) -> None:
     dist.barrier()
 
 
-def blocks_of_others_ask_nothing_of_this_group(rank: int) -> None:
-    """Entering a block is collective over its own groups only, also where this one's communicator is gone."""
-    alone = [dist.new_group([one]) for one in range(WORLD_SIZE)][rank]
-    with tunedcomm.force("all_reduce", "two_shot"), tunedcomm.intercept() as calls:
-        tunedcomm.release_communicators()
-        if rank == 0:
-            with tunedcomm.intercept(alone):
-                pass
-        dist.barrier()
-        dist.all_reduce(torch.ones(8))
-    assert calls.num_served == 1
-
-
 CASES: dict[str, Case] = {
     "own calls are the library's": own_calls_are_the_librarys,
     "symmetric memory": symmetric_memory,
-    "blocks of others ask nothing of this group": blocks_of_others_ask_nothing_of_this_group,
 }
 
 

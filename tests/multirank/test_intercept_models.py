@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from cases import Launched, report, run_cases, spy_on_launches
 from harness import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -141,30 +138,6 @@ def mlp(rank: int) -> None:
     close([expected[0]], [Mlp()(x).detach()])
 
 
-def mlp_in_inference_mode(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    model, x = tensor_parallel_mlp(mesh), x_of(rank, TOKENS, WIDTH, same=True)
-    with torch.no_grad():
-        expected = local(model(x))
-        with served(mesh.get_group()):
-            close([local(model(x)) + 0], [expected])
-    assert [seen.problem.op for seen in launched] == ["all_reduce"]
-
-
-def attention_with_sequence_parallel(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    x = x_of(rank, 1, TOKENS // WORLD_SIZE, WIDTH, same=False)
-    expected = trained(sequence_parallel_block, mesh, x)
-    with served(mesh.get_group()) as calls:
-        close(trained(sequence_parallel_block, mesh, x), expected)
-    ops = Counter(seen.problem.op for seen in launched)
-    # Two a layer forward, before attention and MLP and behind them; as many of the other kind backward, at the least.
-    assert ops["all_gather"] >= 4, ops
-    assert ops["reduce_scatter"] >= 4, ops
-    assert calls.num_served == len(launched)
-    assert calls.num_passed_on == 0, str(calls)
-
-
 def compiled_mlp(rank: int) -> None:
     """Compiled outside of the block: the code calls the operators, and they are what is served."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
@@ -178,23 +151,6 @@ def compiled_mlp(rank: int) -> None:
         launched.clear()
         close([local(compiled(x)) + 0], [expected])
         assert launched == []
-
-
-def compiled_inside_with_dynamic_shapes(rank: int) -> None:
-    """Compilers try symbolic shapes on the operators: those are nobody's calls."""
-    group = dist.group.WORLD
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        whole = funcol.all_gather_tensor(funcol.all_reduce(x * 2, "sum", group), 0, group)
-        return funcol.reduce_scatter_tensor(whole + 1, "avg", 0, group) + 0
-
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (4, 5):
-        x = x_of(rank, rows, 8, same=False)
-        expected = layer(x)
-        with served() as calls:
-            close([compiled(x)], [expected])
-        assert (calls.num_served, calls.num_passed_on) == (3, 0), str(calls)
 
 
 def data_parallel_model(rank: int) -> None:
@@ -213,52 +169,10 @@ def data_parallel_model(rank: int) -> None:
     assert launched
 
 
-def fully_sharded_model(rank: int) -> None:
-    """FSDP2 gathers parameters in bf16 and scatters averages of gradients in fp32, which are then clipped."""
-
-    def steps() -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        model = nn.Sequential(Mlp(), Mlp())
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for part in (*model, model):
-            fully_shard(part, mp_policy=policy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            model(x_of(rank, 4, WIDTH, same=False)).float().square().sum().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [local(parameter).detach().clone() for parameter in model.parameters()]
-
-    expected = steps()
-    with served() as calls:
-        close(steps(), expected)
-    found = {tuple(told.problem.split()[::2][:2]) for told in calls.calls()}
-    assert found == {("all_gather", "bfloat16"), ("reduce_scatter", "float32"), ("all_reduce", "float32")}, str(calls)
-    assert calls.num_passed_on == 0, str(calls)
-    assert launched
-
-
-def one_dimension_of_a_mesh(rank: int) -> None:
-    """The other dimension's groups, of one rank each here, are not intercepted."""
-    mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("dp", "tp"))
-    x = x_of(rank, TOKENS, WIDTH, same=True)
-    expected = trained(tensor_parallel_mlp, mesh["tp"], x)
-    with served(mesh.get_group("tp")) as calls:
-        close(trained(tensor_parallel_mlp, mesh["tp"], x), expected)
-        dist.all_reduce(x.clone(), group=mesh.get_group("dp"))
-    assert {told.group for told in calls.calls()} == {mesh.get_group("tp").group_name}
-
-
 CASES = {
     "mlp": mlp,
-    "mlp in inference": mlp_in_inference_mode,
-    "attention with sequence parallel": attention_with_sequence_parallel,
     "compiled mlp": compiled_mlp,
-    "compiled inside with dynamic shapes": compiled_inside_with_dynamic_shapes,
     "data parallel model": data_parallel_model,
-    "fully sharded model": fully_sharded_model,
-    "one dimension of a mesh": one_dimension_of_a_mesh,
 }
 
 

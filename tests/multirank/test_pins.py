@@ -97,10 +97,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     database = tmp_path_factory.mktemp("pins") / "tuned.db"
     write_database(database)
     config = ",".join(f"{name}={value}" for name, value in pinned_config().items())
-    for numel, options in (
-        (SMALL, ("--variant", "two_shot", "--config", config)),
-        (MIDDLE, ("--variant", "library")),
-    ):
+    for numel, options in ((SMALL, ("--variant", "two_shot", "--config", config)), (MIDDLE, ("--variant", "library"))):
         code, text = invoke("db pin", numel, *options, "--reason", REASON, database=str(database))
         assert code == 0, text
     code, text = invoke("explain", SMALL, database=str(database))

@@ -9,13 +9,12 @@ import shlex
 import sqlite3
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import RankError, run_ranks
+from harness import run_ranks
 from quick import some
 
 from tunedcomm.spec import Problem
@@ -103,22 +102,6 @@ def body(rank: int, world_size: int, folder: str, ranks: tuple[int, ...], tuned:
     return decision.candidate.variant, decision.source
 
 
-def triton_body(rank: int, world_size: int, folder: str) -> bool:
-    sys.path.insert(0, folder)
-    import tunedcomm
-    from tunedcomm.spec import get_op
-
-    tunedcomm.get_communicator()  # finds the package
-    for dtype, shape in (("bfloat16", 5001), ("float32", 64)):
-        problem = replace(PROBLEM, shape=(shape,), dtype=dtype, world_size=world_size)
-        everyone = [get_op("all_reduce").make_inputs(problem, peer, 1, "random", "cpu") for peer in range(world_size)]
-        (expected,) = get_op("all_reduce").ordered_reference(problem, everyone, rank)
-        with tunedcomm.force("all_reduce", "copy_one_shot"):
-            for _ in range(3):
-                assert torch.equal(tunedcomm.all_reduce(everyone[rank][0]), expected)
-    return True
-
-
 @pytest.mark.slow
 def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
     database = tmp_path / "tuned.db"
@@ -172,42 +155,6 @@ def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
     assert "by itself: gather_sum(" in done.stdout
 
 
-@pytest.mark.slow
-def test_the_page_installs(tmp_path: Path) -> None:
-    folder, target = tmp_path / "project", tmp_path / "target"
-    folder.mkdir()
-    for name in ("pyproject.toml", "nice_variants.py", "run.py"):
-        (folder / name).write_text(block(name))
-    ((verb, editable, where),) = commands("pip")
-    assert (verb, editable, where) == ("install", "-e", ".")
-    options = ["--no-deps", "--no-index", "--no-build-isolation", "--target", str(target)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", verb, *options, where], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (target / "nice_variants.py").exists()
-    assert not (target / "run.py").exists()
-    names, _ = discovered(target)
-    assert "gather_sum" in names
-
-
-@pytest.mark.slow
-def test_the_pages_triton_kernel_sums(tmp_path: Path) -> None:
-    install(
-        tmp_path / "site", "one-shot-variants", "one_shot_variants", block("one_shot_variants.py"), "one_shot_variants"
-    )
-    names, warnings = discovered(tmp_path / "site")
-    assert "copy_one_shot" in names, warnings
-    assert run_ranks(2, triton_body, str(tmp_path / "site"), timeout=90, fresh=True) == [True, True]
-
-
-@pytest.mark.slow
-def test_ranks_with_different_packages_do_not_run(site: Path, tmp_path: Path) -> None:
-    lacks = r"source hash of all_reduce\.gather_sum is not there on rank 0 and '\w+' on rank 1; .*install the same"
-    with pytest.raises(RankError, match=f"AgreementError: .*{lacks}.* packages"):
-        run_ranks(2, body, str(site), (1,), str(tmp_path / "none.db"), timeout=60, fresh=True)
-
-
 BROKEN = {
     "cannot-import": ("import nothing_of_that_name\n", "broken", "nothing_of_that_name"),
     "no-attribute": ("", "broken:absent", "absent"),
@@ -234,28 +181,6 @@ BROKEN = {
         "is not a Triton function",
     ),
 }
-
-
-def test_doctor_has_one_line_for_a_package_that_brings_nothing(tmp_path: Path) -> None:
-    text, value, _ = BROKEN["no-such-op"]
-    install(tmp_path / "other", "of-no-op", "broken", text, value)
-    install(tmp_path / "other", "registers-nothing", "empty", "", "empty")
-    code = (
-        "from tunedcomm.cli.doctor import check_packages\n"
-        "for check in check_packages(): print(check.level, check.detail)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(tmp_path / "other"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    nothing, refused = done.stdout.splitlines()
-    assert nothing == "warn registers-nothing brings nothing: its import registers no variant"
-    assert refused.startswith("warn of-no-op brings no variants: ")
-    assert "did you mean 'all_reduce'" in refused
 
 
 @pytest.mark.parametrize("package", some(BROKEN))

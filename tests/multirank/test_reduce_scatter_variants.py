@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from cases import Case, report, run_cases
 from harness import run_ranks
 from quick import some
-from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
+from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant
 
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import get_communicator
@@ -69,38 +67,6 @@ def same_as_all_reduce(rank: int) -> None:
                 assert bits_of(out)[8] == 0, "negative zeros sum to +0.0"
 
 
-def many_chunks(rank: int) -> None:
-    """Cut into more pieces than an area holds, sizes that do not divide, each twice with other values."""
-    communicator, count = get_communicator(), 0
-    copies = {"num_blocks": 1, "num_warps": 16, "num_streams": 1, "num_chunks": 16}
-    configs: list[tuple[str, dict[str, Any]]] = [("copy_engine", copies)]
-    for chunks in (4, 8):
-        for split in (False, True):
-            config = {"num_blocks": 2 if split else 1, "num_warps": 8, "items": 1, "split": split}
-            configs.append(("push", {**config, "num_chunks": chunks}))
-    for numel in (8 * 2048, 9 * 2048 + 1235):
-        problem = problem_of(numel, "bfloat16", communicator.world_size)
-        for variant, config in configs:
-            if variants("reduce_scatter")[variant].infeasible(problem, config, limits_of(communicator)) is None:
-                for seed in (1, 2):
-                    check_variant(communicator, problem, variant, seed=seed, config=config)
-                    count += 1
-    assert count == 20
-
-
-def shared_lane(rank: int) -> None:
-    """Variants of two ops in random order on one lane, the same order on every rank."""
-    communicator, shuffle = get_communicator(), random.Random(7)
-    ordered = [name for name, v in variants("all_reduce").items() if v.kernels and v.numerics == "ordered"]
-    choices = [("reduce_scatter", name) for name in KERNELS] + [("all_reduce", name) for name in ordered]
-    for seed in some(range(24)):
-        op, variant = shuffle.choice(choices)
-        numel = shuffle.choice((1, 30, 257, 1024, 5000))
-        check_variant(
-            communicator, Problem(op, (numel,), "bfloat16", communicator.world_size, mode="eager"), variant, seed=seed
-        )
-
-
 def library(rank: int) -> None:
     """The library takes every dtype and reduction that the public function admits."""
     communicator = get_communicator()
@@ -120,8 +86,6 @@ def library(rank: int) -> None:
 CASES: dict[str, Case] = {
     **{f"sizes of {variant}": functools.partial(sizes, variant) for variant in KERNELS},
     "same bits as all_reduce": same_as_all_reduce,
-    "many chunks": many_chunks,
-    "shared lane": shared_lane,
     "library": library,
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -41,22 +40,6 @@ def no_plain_tensors(rank: int) -> None:
             torch.vmap(call)(torch.ones(2, 4, 8))
 
 
-def other_default_device(rank: int) -> None:
-    """Where tensors are made that are not told where: what ops make for themselves goes by the call's."""
-    x = torch.full((4, 8), rank + 1.0)
-    for forced in ({"all_reduce": "lamport", "all_to_all_v": "push"}, {}):
-        tunedcomm.release_communicators()
-        with contextlib.ExitStack() as stack:
-            for op, variant in forced.items():
-                stack.enter_context(tunedcomm.force(op, variant))
-            stack.enter_context(torch.device("meta"))
-            for _ in range(3):  # the first call of a group, and those that are known
-                found = tunedcomm.all_reduce(x)
-            sent = tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2)
-        assert torch.equal(found, torch.full((4, 8), 3.0))
-        assert torch.equal(sent[:, 0], torch.tensor([1.0, 1.0, 2.0, 2.0]))
-
-
 def a_variant_that_raises_when_asked(rank: int) -> None:
     """Whether a miss is worth tuning is asked on one rank alone; nobody wanted this variant to run."""
     tunedcomm.release_communicators()
@@ -87,7 +70,6 @@ def a_variant_that_raises_when_asked(rank: int) -> None:
 
 CASES: dict[str, Case] = {
     "no plain tensors": no_plain_tensors,
-    "another default device": other_default_device,
     "a variant that raises when it is asked": a_variant_that_raises_when_asked,
 }
 

@@ -18,11 +18,7 @@ from tunedcomm.symm.layout import limits_for
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 
-GEMM_SPEEDUPS = {
-    "512x8192x3584": 1.35,
-    "4096x8192x3584": 0.94,
-    "4096x8192x8192": 1.12,
-}
+GEMM_SPEEDUPS = {"512x8192x3584": 1.35, "4096x8192x3584": 0.94, "4096x8192x8192": 1.12}
 
 
 def recorded_trials() -> list[Trial]:

@@ -118,10 +118,3 @@ FOREIGN = re.compile("|".join(["/" + r"home/\w", "/" + r"root\b", "/" + r"work/"
 def test_no_path_of_a_machine(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not FOREIGN.findall(text)
-
-
-def test_install_names_no_package_index() -> None:
-    for name in ("pyproject.toml", "Makefile", ".ci/run", ".pre-commit-config.yaml"):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert "index-url" not in text, name
-        assert "://" not in text, name

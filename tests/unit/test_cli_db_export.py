@@ -67,15 +67,6 @@ def test_merges_as_json(sources: list[str], tmp_path: Path) -> None:
         assert database.stats()["finals"] == 2
 
 
-def test_exports_the_user_database_by_default(
-    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TUNEDCOMM_DB", sources[1])
-    code, text, _ = export(str(tmp_path / "out.db"), "--json")
-    assert code == 0
-    assert [entry["source"] for entry in json.loads(text)["sources"]] == [sources[1]]
-
-
 def test_overwrites_only_if_told_to(sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out.db")
     assert export("--db", sources[0], out)[0] == 0
@@ -85,16 +76,3 @@ def test_overwrites_only_if_told_to(sources: list[str], tmp_path: Path, capsys: 
     code, shown, _ = export("--db", sources[1], out, "--force", "--json")
     assert code == 0
     assert json.loads(shown)["rows"]["trials"] == 1
-
-
-def test_refuses_a_server_that_is_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    url = f"postgresql+psycopg://me:secret@/tuned?host={tmp_path}"
-    text = refused("--db", url, str(tmp_path / "out.db"), capsys=capsys)
-    assert "DatabaseAwayError" in text
-    assert "secret" not in text
-    assert not (tmp_path / "out.db").exists()
-
-
-def test_refuses_a_source_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = refused("--db", str(tmp_path / "absent.db"), str(tmp_path / "out.db"), capsys=capsys)
-    assert "does not exist" in text

@@ -75,12 +75,6 @@ def test_pin_is_stored_and_explained(path: Path) -> None:
     assert "pinned in the user layer: ticket 12" in out
 
 
-def test_default_config_of_the_problem_is_pinned_where_none_is_given(path: Path) -> None:
-    assert invoke("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "lamport")[0] == 0
-    (pin,) = pins_of(path)
-    assert pin.candidate.config_dict == default_of("lamport")
-
-
 @pytest.mark.parametrize("numel", [PROBLEM.numel, 2 * PROBLEM.numel])
 def test_what_failed_is_not_pinned(path: Path, numel: int) -> None:
     """Not even at another size of its family; a pin that was made before is not followed."""
@@ -97,23 +91,6 @@ def test_what_failed_is_not_pinned(path: Path, numel: int) -> None:
     out = invoke("explain", *ASKED, *ON_H200)[1]
     assert "source        pin" not in out
     assert "pinned, but was incorrect" in " ".join(out.split())
-
-
-def test_pin_without_a_mode_is_of_eager_calls_on_the_host(path: Path) -> None:
-    asked = ("--op", "all_reduce", "--shape", "512", "--world-size", "2", "--dtype", "float32")
-    assert invoke("db", "pin", *asked, *WHY, "--variant", "library")[0] == 0
-    (pin,) = pins_of(path)
-    assert pin.problem.mode == "eager"
-    assert "source        pin" in invoke("explain", *asked)[1]
-    assert invoke("db", "unpin", *asked)[0] == 0
-    assert not pins_of(path)
-
-
-def test_pin_replaces_an_earlier_one(path: Path) -> None:
-    for variant in ("lamport", "library"):
-        assert invoke("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", variant)[0] == 0
-    (pin,) = pins_of(path)
-    assert pin.candidate == Candidate.of("all_reduce", "library", {})
 
 
 def test_pin_for_this_machine(path: Path) -> None:
@@ -153,20 +130,6 @@ def test_what_could_not_run_is_refused(
     assert pins_of(path) == []
 
 
-def test_hardware_must_be_one(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Database.open(path) as database:
-        database.record([trial("library", 14.0, problem=PROBLEM, environment=A100)])
-    assert exit_code("db", "pin", *ASKED, *WHY, "--variant", "lamport", "--hardware", "NVIDIA") == 2
-    assert "several environments" in capsys.readouterr().err
-
-
-def test_named_database_must_be_there(tmp_path: Path) -> None:
-    missing = str(tmp_path / "none.db")
-    assert exit_code("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "lamport", "--db", missing) == 2
-    assert exit_code("db", "unpin", *ASKED, *ON_H200, "--db", missing) == 2
-    assert not Path(missing).exists()
-
-
 def test_unpin(path: Path) -> None:
     assert invoke("db", "unpin", *ASKED, *ON_H200)[0] == 1
     assert invoke("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "lamport")[0] == 0
@@ -197,20 +160,3 @@ def test_pins_are_listed_and_shown(path: Path) -> None:
     _, out, _ = invoke("db", "show", *ASKED, "--db", str(path))
     assert out.count("ticket 12") == 1
     assert "ticket 12" not in invoke("db", "list", "--db", str(path), "--hardware", "A100")[1]
-
-
-def test_a_database_with_pins_alone_is_listed(tmp_path: Path, path: Path) -> None:
-    alone = tmp_path / "pins.db"
-    Database.open(alone, create=True).close()
-    assert invoke("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "lamport", "--db", str(alone))[0] == 0
-    assert "ticket 12" in invoke("db", "list", "--db", str(alone))[1]
-
-
-def test_unordered_variant_is_said_to_serve_few(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tunedcomm import spec
-
-    known = get_variant("all_reduce", "lamport")
-    monkeypatch.setitem(spec._variants, ("all_reduce", "loose"), replace(known, name="loose", numerics="unordered"))
-    code, _, errors = invoke("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "loose")
-    assert code == 0
-    assert "numerics='any'" in errors

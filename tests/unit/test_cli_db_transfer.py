@@ -13,7 +13,6 @@ from transfer_samples import H100, everything, store, sweep
 from typer.testing import CliRunner
 
 from tunedcomm.cli import main
-from tunedcomm.db.store import Database
 
 
 def db(*arguments: str) -> tuple[int, str, str]:
@@ -48,24 +47,6 @@ def test_lines_on_stdout_are_imported_again(source: str, tmp_path: Path) -> None
         assert code == 0
         assert f"{added} trials added to {target}, which had {len(sweep()) - added} of them" in text
     assert everything(Path(target)) == everything(Path(source))
-
-
-def test_import_goes_to_the_user_database_by_default(source: str, tmp_path: Path) -> None:
-    code, text, _ = db("import", source, "--json")
-    assert code == 0
-    shown = json.loads(text)
-    assert shown["target"] == str(tmp_path / "user.db")
-    assert shown["added"] == len(sweep())
-    assert shown["sources"] == [{"source": source, "trials": len(sweep()), "known": 0, "verified": False}]
-    with Database.open(tmp_path / "user.db") as database:
-        assert database.stats()["trials"] == len(sweep())
-
-
-def test_import_says_what_a_manifest_confirmed(source: str, tmp_path: Path) -> None:
-    out = str(tmp_path / "out.db")
-    assert db("export", "--db", source, out)[0] == 0
-    _, text, _ = db("import", out)
-    assert "as its manifest says" in text
 
 
 def test_import_names_the_line(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,35 +111,6 @@ def test_bad_usage(
     monkeypatch.chdir(tmp_path)
     assert complaint in refused(*arguments, capsys=capsys)
     assert not list(tmp_path.iterdir())
-
-
-def test_only_exports_and_what_the_sources_hold_are_replaced(
-    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, text, other = tmp_path / "out.txt", tmp_path / "notes.txt", store(tmp_path / "other.db", [trial()])
-    text.write_text("keep me")
-    for form in ("jsonl", "nccl-csv"):
-        options = ["--format", form, "--db", source, "--hardware", "H200"][: 4 if form == "jsonl" else 6]
-        assert db("export", str(out), *options)[0] == 0
-        assert "--force" in refused("export", str(out), *options, capsys=capsys)
-        assert db("export", str(out), *options, "--force")[0] == 0
-        assert "is not a SQLite database" in refused("export", str(text), *options, "--force", capsys=capsys)
-        assert "would be lost" in refused("export", str(other), *options, "--force", capsys=capsys)
-        out.write_text("changed")
-        assert "is not a SQLite database" in refused("export", str(out), *options, "--force", capsys=capsys)
-        out.unlink()
-        (tmp_path / "out.txt.manifest.json").unlink()
-    assert text.read_text() == "keep me"
-
-
-def test_rows_that_make_no_sense_are_mentioned(source: str, tmp_path: Path) -> None:
-    import sqlite3
-
-    with sqlite3.connect(source) as plain:
-        plain.execute("UPDATE trial SET samples = -1 WHERE final")
-    code, _, err = db("export", "--format", "jsonl", str(tmp_path / "out.jsonl"), "--db", source)
-    assert code == 0
-    assert "rows that make no sense, the first: trial" in err
 
 
 @pytest.mark.parametrize("verb", ["import", "merge", "diff", "export"])

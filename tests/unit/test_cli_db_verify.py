@@ -83,14 +83,6 @@ def test_verb_as_json(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert stand_in.stored
 
 
-def test_verb_with_nothing_to_verify(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Database.open(path) as database, database._engine.begin() as connection:
-        connection.exec_driver_sql("DELETE FROM trial")
-    shown = start(Verify(path, tmp_path, {}), monkeypatch, "--db", str(path))
-    assert shown.exit_code == 1
-    assert "tunedcomm tune" in shown.stdout
-
-
 @pytest.mark.parametrize("text", ["much", "-1%", "200%", "", "10 %%"])
 def test_bad_tolerance(text: str, monkeypatch: pytest.MonkeyPatch, path: Path, tmp_path: Path) -> None:
     assert start(Verify(path, tmp_path, {}), monkeypatch, "--tolerance", text).exit_code == 2
@@ -99,10 +91,3 @@ def test_bad_tolerance(text: str, monkeypatch: pytest.MonkeyPatch, path: Path, t
 def test_shares() -> None:
     shares = {"10%": 0.1, "0.25": 0.25, "7.5 %": 0.075, "0": 0.0}
     assert {text: options.parse_share(text) for text in shares} == pytest.approx(shares)
-
-
-def test_missing_database_is_bad_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "num_gpus", lambda: 4)
-    with pytest.raises(SystemExit) as caught:
-        main.run(["db", "verify", "--db", str(tmp_path / "none.db")])
-    assert caught.value.code == 2

@@ -4,9 +4,7 @@ import pytest
 import typer
 
 from tunedcomm.cli import options
-from tunedcomm.cli.output import format_ratio
-from tunedcomm.errors import UnknownNameError
-from tunedcomm.metrics import format_bytes, format_us
+from tunedcomm.metrics import format_bytes
 
 
 @pytest.mark.parametrize(
@@ -54,11 +52,6 @@ def test_what_does_not_fit_the_op_is_bad_usage(changes: dict[str, object], parts
         assert part in str(caught.value)
 
 
-def test_unknown_op_comes_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'all_reduce'"):
-        named(op="allreduce").problem()
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
@@ -72,10 +65,3 @@ def test_unknown_op_comes_with_the_nearest() -> None:
 )
 def test_bytes(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
-
-
-def test_latencies_and_ratios() -> None:
-    assert [format_us(value) for value in (None, 2.914, 99.9, 613.7, 1283.6)] == ["-", "2.91", "99.9", "614", "1,284"]
-    assert format_ratio(12.0, 4.0) == "3.00x"
-    assert format_ratio(None, 4.0) == "-"
-    assert format_ratio(12.0, None) == "-"

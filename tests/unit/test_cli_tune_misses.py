@@ -145,43 +145,11 @@ def test_what_is_half_tuned_is_taken_again(
     assert sweeps.specs[0].problems == (OFTEN, RARE)
 
 
-def test_where_no_challenger_runs_the_library_is_the_end(sweeps: Sweeps, log: Path, tmp_path: Path) -> None:
-    store(tmp_path / "user.db", [trial("library", OFTEN)])
-    start()
-    assert sweeps.specs[0].problems == (RARE,)
-
-
 def test_pinned_problems_are_left_alone(sweeps: Sweeps, log: Path, tmp_path: Path) -> None:
     with Database.open(tmp_path / "user.db", create=True) as database:
         database.pin(OFTEN, Candidate.of("all_reduce", "library", {}), environment=detect(None), reason="")
     start()
     assert sweeps.specs[0].problems == (RARE,)
-
-
-def test_the_database_that_is_written_counts(sweeps: Sweeps, log: Path, tmp_path: Path) -> None:
-    store(tmp_path / "mine.db", [trial("lamport", OFTEN)])
-    start("--db", str(tmp_path / "mine.db"))
-    assert (sweeps.specs[0].problems, sweeps.paths) == ((RARE,), [tmp_path / "mine.db"])
-
-
-def test_other_machines_world_sizes_and_nonsense_are_left_out(sweeps: Sweeps, log: Path) -> None:
-    strange = (
-        replace(OFTEN, reduction="product"),
-        replace(OFTEN, op="all_scatter"),
-        replace(OFTEN, shape=(4, 4)),
-        replace(OFTEN, shape=(0,)),
-    )
-    append(log, [miss(problem, 5000) for problem in strange])
-    append(log, [miss(replace(OFTEN, shape=(1024,)), 50, H200), miss(replace(OFTEN, world_size=4), 20)])
-    with log.open("a") as file:
-        file.write("nonsense\n")
-    shown = start()
-    assert sweeps.specs[0].problems == (OFTEN, RARE)
-    assert "skipped 1 lines" in shown.stderr
-    assert "world size 4: pass --world-size" in shown.stderr
-    start("--world-size", "4")
-    assert sweeps.specs[1].problems == (replace(OFTEN, world_size=4),)
-    assert sweeps.specs[1].world_size == 4
 
 
 def test_gpus_are_asked_for_their_own_misses(sweeps: Sweeps, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,51 +176,10 @@ def test_nothing_to_do(sweeps: Sweeps, log: Path, tmp_path: Path, made: bool) ->
     assert json.loads(start("--json").stdout) == []
 
 
-def test_json_is_a_list_of_sweeps(sweeps: Sweeps, log: Path) -> None:
-    (summary,) = json.loads(start("--json").stdout)
-    assert [Problem.from_dict(entry["problem"]) for entry in summary["problems"]] == [OFTEN, RARE]
-
-
-def test_a_problem_without_a_candidate_is_exit_code_1(sweeps: Sweeps, log: Path) -> None:
-    sweeps.unsolved = True
-    shown = start()
-    assert shown.exit_code == 1
-    assert str(RARE) in shown.stderr
-
-
 def test_an_op_limits_and_must_exist(sweeps: Sweeps, log: Path) -> None:
     assert start("--op", "all_reduce").exit_code == 0
     assert "did you mean 'all_reduce'" in str(start("--op", "all_reduse").exception)
     assert len(sweeps.specs) == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--shape 512",
-        "--model llama3-8b",
-        "--model llama3-8b --tp 2",
-        "--dtype bfloat16",
-        "--mode eager",
-        "--reduction sum",
-        "--input-kind plain",
-        "--in-place no",
-    ],
-)
-def test_what_names_problems_has_no_place_beside_it(sweeps: Sweeps, log: Path, options: str) -> None:
-    shown = start(*options.split())
-    assert shown.exit_code == 2
-    text = " ".join(shown.stderr.split())
-    assert "--from-misses" in text
-    assert f"so {options.split(maxsplit=1)[0]} has no place beside it" in text
-    assert sweeps.specs == []
-
-
-def test_a_log_that_is_switched_off_is_said(sweeps: Sweeps, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNEDCOMM_MISS_LOG", "0")
-    shown = start()
-    assert shown.exit_code == 2
-    assert "switches the log off" in " ".join(shown.stderr.split())
 
 
 def test_a_log_that_cannot_be_read(sweeps: Sweeps, tmp_path: Path) -> None:

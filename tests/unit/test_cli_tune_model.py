@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ from typer.testing import CliRunner
 
 from tunedcomm.cli import main, options
 from tunedcomm.db.store import Database
-from tunedcomm.errors import UnknownNameError, UnsupportedInputError
 from tunedcomm.tuner.models import catalog
 from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec
 
@@ -72,18 +70,6 @@ def test_a_model_becomes_shapes_and_a_world_size(sweep: Sweep) -> None:
     assert (spec.world_size, spec.dtypes) == (2, ("bfloat16",))
 
 
-def test_several_models_share_their_sizes(sweep: Sweep) -> None:
-    spec = asked(sweep, "--model llama3-8b,qwen3-8b --model qwen3-32b --tokens 1,2 --dtype float16")
-    assert spec.shapes == ((4096,), (5120,), (8192,), (10240,))
-    assert (spec.world_size, spec.dtypes) == (4, ("float16",))
-
-
-def test_tokens_have_a_default(sweep: Sweep) -> None:
-    spec = asked(sweep, "--model gpt-oss-20b --world-size 2")
-    assert spec.shapes == tuple((2880 << power,) for power in range(15))
-    assert spec.world_size == 2
-
-
 def test_host_ranks_follow_tp(sweep: Sweep) -> None:
     spec = asked(sweep, "--model llama3-8b --tp 8 --tokens 1 --backend host")
     assert (spec.backend, spec.world_size) == ("host", 8)
@@ -112,21 +98,6 @@ def test_options_that_do_not_go_together(sweep: Sweep, options: str, option: str
     assert sweep.spec is None
 
 
-def test_unknown_model_is_bad_usage(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main.run(["tune", "--op", "all_reduce", "--model", "llama-3-70b"])
-    assert caught.value.code == 2
-    assert "did you mean 'llama3-70b'" in capsys.readouterr().err
-    assert isinstance(start("--model nothing").exception, UnknownNameError)
-    assert sweep.spec is None
-
-
-def test_a_tp_that_does_not_split_the_model(sweep: Sweep) -> None:
-    shown = start("--model llama3-8b --tp 3")
-    assert isinstance(shown.exception, UnsupportedInputError)
-    assert "which 3 ranks cannot share" in str(shown.exception)
-
-
 def test_models_are_listed_without_an_op() -> None:
     shown = start("--list-models", op="")
     assert shown.exit_code == 0, shown.output
@@ -134,21 +105,6 @@ def test_models_are_listed_without_an_op() -> None:
     for part in ("llama3.3-70b", "80", "8192", "28672", "64", "128256", "meta-llama/Meta-Llama-3-70B: config.json"):
         assert part in line
     assert len(shown.stdout.splitlines()) == 1 + len(catalog())
-
-
-def test_models_are_listed_as_json() -> None:
-    listed = {entry["name"]: entry for entry in json.loads(start("--list-models --json", op="").stdout)}
-    assert set(listed) == set(catalog())
-    assert listed["deepseek-v3"]["latent"]["kv_lora_rank"] == 512
-    assert listed["deepseek-v3"]["experts"]["num_experts"] == 256
-    assert len(listed["deepseek-v3"]["source"]["read"]) >= 2
-
-
-def test_a_sweep_needs_an_op(sweep: Sweep) -> None:
-    shown = start("--model llama3-8b", op="")
-    assert shown.exit_code == 2
-    assert "--op" in shown.stderr
-    assert sweep.spec is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typer.testing import CliRunner
 from tunedcomm import kernels
 from tunedcomm.cli import main
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
-from tunedcomm.db.maintenance import Finding, check_database
+from tunedcomm.db.maintenance import Finding, Selection, check_database, prune
 from tunedcomm.db.records import Trial, config_digest
 from tunedcomm.db.schema import VERSION_TABLE
 from tunedcomm.db.store import Database
@@ -170,25 +169,6 @@ def test_readers_leave_out_what_it_finds(path: Path, name: str, caplog: pytest.L
     assert f"the first: {reason}." in warned
 
 
-def test_a_failure_is_not_forgiven_by_a_trial_that_nobody_reads(path: Path) -> None:
-    """The candidate was good, failed, and was good again; but that trial is from the future, or its times are none."""
-    good, when = sound("two_shot"), datetime.now(timezone.utc)
-    with Database.open(path) as database:
-        for seconds, trial in enumerate((good, replace(good, status="hung", latency_p50_us=None), good)):
-            database.record([replace(trial, created_at=when + timedelta(seconds=seconds))])
-
-    def runs_two_shot() -> bool:
-        snapshot = load_snapshot(H200, 4, layers=[Layer("user", str(path))], strict=True)
-        return any(row.candidate.variant == "two_shot" for row in snapshot.rows)
-
-    assert runs_two_shot()
-    for change in (f"created_at = '{LATER}'", "latency_p10_us = 9", "latency_p90_us = 1"):
-        shutil.copy(path, path.with_name("spoilt.db"))
-        spoil(path, f"UPDATE trial SET {change} WHERE id = 7")
-        assert not runs_two_shot(), change
-        shutil.move(path.with_name("spoilt.db"), path)
-
-
 def test_stale_and_unknown_variants_are_said_and_are_no_fault(path: Path) -> None:
     with Database.open(path) as database:
         odd = {"num_blocks": 3, "of": "an earlier space"}
@@ -272,10 +252,12 @@ def test_verb(path: Path) -> None:
     assert {finding["level"] for finding in entry["findings"]} == {"ok", "fail"}
 
 
-def test_verb_looks_at_every_layer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(path))
-    code, text = invoke("--json")
-    assert code == 0
-    assert json.loads(text)[0]["layer"] == "site"
-    path.write_bytes(b"")
-    assert invoke()[0] == 1
+@pytest.mark.parametrize("name", ["unknown status", "unknown numerics"])
+def test_what_makes_no_sense_can_be_removed(path: Path, name: str) -> None:
+    """`db prune --invalid` is what the finding recommends."""
+    spoil(path, CASES[name][0])
+    with Database.open(path) as database:
+        done = prune(database, Selection(invalid=True), source_hash_of, dry_run=False)
+        assert done.trials == 1
+        assert len(database.trials()) == 3
+    assert levels(path) == {}

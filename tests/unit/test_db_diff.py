@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-from db_samples import H200, OLDER, candidate, problem, trial
-from transfer_samples import H100, store, sweep
+from db_samples import H200, OLDER, problem, trial
+from transfer_samples import store, sweep
 from typer.testing import CliRunner
 
 from tunedcomm.cli import main
 from tunedcomm.db.diff import Difference, diff_databases
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database, import_databases
-from tunedcomm.errors import DatabaseAccessError
 
 
 def differ(tmp_path: Path, before: list[Any], after: list[Any]) -> Difference:
@@ -104,40 +101,6 @@ def test_new_software_on_the_same_hardware_is_compared(tmp_path: Path) -> None:
     assert f"measured only in A: {OLDER} [{OLDER.digest[:8]}]" in text
 
 
-def test_a_changed_kernel_retires_finals(tmp_path: Path) -> None:
-    before = [final("one_shot", 5.0), final("one_shot", 5.0, 8192), final("atomic", 5.0)]
-    after = [*before[:2], final("one_shot", 6.0, source_hash="later", after=50), final("lamport", 9.9)]
-    found = differ(tmp_path, before, after)
-    assert [(variant, *retired) for (_, variant), retired in found.retired.items()] == [
-        ("atomic", "current", None, 1),
-        ("lamport", None, "current", 0),
-        ("one_shot", "current", "later", 2),
-    ]
-    _, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"))
-    assert "all_reduce one_shot: its source changed, current -> later, which retires 2 finals of A" in text
-    assert "all_reduce atomic: only A knows it" in text
-
-
-def test_pins_are_compared(tmp_path: Path) -> None:
-    path, other = store(tmp_path / "before.db", [final("one_shot", 5.0)]), tmp_path / "after.db"
-    shutil.copy(path, other)
-    for target, blocks in ((path, 4), (other, 8)):
-        with Database.open(target) as database:
-            database.pin(problem(), candidate("two_shot", blocks), environment=H200, reason=f"pinned {blocks}")
-    with Database.open(other) as database:
-        database.pin(problem(8192), candidate("two_shot"), environment=H100, reason="another")
-    found = diff_databases(path, other)
-    assert [tuple(pin and pin[1] for pin in pins) for pins in found.pins.values()] == [
-        ("pinned 4", "pinned 8"),
-        (None, "another"),
-    ]
-    assert not found.is_empty
-    assert changes(found) == [(4096, "winner")]
-    _, text = diff(str(path), str(other))
-    assert "two_shot(num_blocks=4) (pinned 4) -> two_shot(num_blocks=8) (pinned 8)" in text
-    assert diff_databases(path, path).is_empty
-
-
 def test_as_json(tmp_path: Path) -> None:
     differ(tmp_path, [final("one_shot", 5.0)], [final("one_shot", 5.0), final("lamport", 4.0, after=9)])
     code, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"), "--json")
@@ -159,10 +122,3 @@ def test_as_json(tmp_path: Path) -> None:
         "noise": 0.01,
     }
     assert change["ratio"] == 1.25
-
-
-def test_needs_two_databases(tmp_path: Path) -> None:
-    source = store(tmp_path / "source.db", [trial()])
-    with pytest.raises(DatabaseAccessError, match="does not exist"):
-        diff_databases(source, tmp_path / "absent.db")
-    assert not (tmp_path / "absent.db").exists()

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 from db_samples import H200, trial
 
-from tunedcomm.db import engine, snapshot
-from tunedcomm.db import layers as layers_module
 from tunedcomm.db.engine import is_immutable
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError
+from tunedcomm.errors import DatabaseAccessError
 
 COMMITTED = 3
 
@@ -108,32 +106,3 @@ def test_a_log_that_a_killed_writer_left_is_read_where_sqlite_may_write(media: P
     with Database.open(path, readonly=True) as database:
         assert database.path == path
         assert database.stats()["trials"] == COMMITTED
-
-
-@pytest.mark.parametrize("writes", [1, 10**9])
-def test_a_file_that_changes_while_it_is_read_is_read_again(
-    media: Path, monkeypatch: pytest.MonkeyPatch, writes: int
-) -> None:
-    """A writer whom no lock of ours reaches: whatever was read meanwhile may be torn."""
-    path = _make(media, "delete")
-    monkeypatch.setattr(engine, "file_system", lambda path, mounts: "nfs4")
-    real = snapshot.ok_rows
-    calls = []
-
-    def written_meanwhile(*arguments: object, **named: object) -> object:
-        calls.append(1)
-        if len(calls) <= writes:
-            with sqlite3.connect(path) as connection:
-                connection.execute("UPDATE trial SET latency_p50_us = ?", (5.0 + len(calls),))
-            connection.close()
-        return real(*arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(snapshot, "ok_rows", written_meanwhile)
-    monkeypatch.setattr(layers_module, "_READ_TIMEOUT_S", 0.3)
-    if writes == 1:
-        assert _latencies(path) == [6.0] * COMMITTED
-        assert len(calls) == 2
-    else:
-        with pytest.raises(DatabaseBusyError, match="while it was read"):
-            _latencies(path)
-        assert len(calls) > 2

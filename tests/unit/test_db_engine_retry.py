@@ -23,7 +23,6 @@ from tunedcomm.errors import (
     DatabaseAccessError,
     DatabaseAwayError,
     DatabaseBusyError,
-    DatabaseCorruptError,
     DatabaseError,
     DatabaseFullError,
 )
@@ -85,16 +84,6 @@ def test_gives_up_at_the_limit(clock: Clock) -> None:
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize(
-    "error", [DatabaseCorruptError("x"), DatabaseFullError("x"), DatabaseError("x"), KeyError("x")]
-)
-def test_other_errors_pass_at_once(error: Exception) -> None:
-    operation, ran = failing(1, error)
-    with pytest.raises(type(error)):
-        retry(operation, 600)
-    assert len(ran) == 1
-
-
 def _lose_answers(database: Database, *, committed: bool) -> list[str]:
     """Break the connection at every first commit, before or after the server carries it out."""
     seen: list[str] = []
@@ -139,25 +128,6 @@ def test_a_commit_whose_answer_was_lost_doubles_nothing(postgres_url: str, commi
         ids = _record_all(patient)
         assert seen == ["lost", "kept"] * 4
         _check_all(patient, ids)
-
-
-def test_a_second_attempt_waits_for_a_commit_that_is_still_under_way(postgres_url: str) -> None:
-    """The connection broke, but the server has not noticed and carries the commit out later."""
-    late: list[Any] = []
-    with Database.open(postgres_url, create=True, patience_s=30) as database:
-
-        @event.listens_for(database._engine, "commit")
-        def _on_commit(connection: Any) -> None:
-            if not late:
-                late.append(connection.connection.driver_connection)
-                connection.connection.detach()
-                late[0].rollback = late[0].close = lambda: None  # nobody tells the server
-                threading.Timer(1.0, lambda: type(late[0]).commit(late[0])).start()
-                raise _away()
-
-        ids = database.record([trial()])
-        assert late[0].info.transaction_status.name == "IDLE"
-        assert [record.id for record in database.trials()] == ids
 
 
 _ROWS = 60
@@ -232,24 +202,6 @@ def test_no_space_says_what_to_do_and_keeps_what_was_recorded(tmp_path: Path) ->
         assert len(database.record(many)) == 500
         with database.reading() as connection:
             assert connection.exec_driver_sql("PRAGMA integrity_check").scalars().all() == ["ok"]
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [
-        ({"database": "no_such_database"}, DatabaseAccessError, "refuses the connection"),
-        ({"username": "nobody_of_that_name"}, DatabaseAccessError, "user, password"),
-        ({"query": {"host": "/nowhere"}}, DatabaseAwayError, "does not answer"),
-    ],
-)
-def test_what_is_wrong_with_a_url_is_told(
-    postgres_url: str, change: dict[str, Any], error: type[DatabaseError], said: str
-) -> None:
-    url = make_url(postgres_url).set(**change).render_as_string(hide_password=False)
-    begin = time.monotonic()
-    with pytest.raises(error, match=said):
-        Database.open(url, create=True, patience_s=60)
-    assert time.monotonic() - begin < 40
 
 
 def test_a_user_who_may_not_write_is_told_so(postgres_server: PostgresServer, postgres_url: str) -> None:

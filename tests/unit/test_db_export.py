@@ -14,12 +14,7 @@ from transfer_samples import SIZES, config, everything, in_words, snapshot_of, s
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
-from tunedcomm.errors import (
-    DatabaseAccessError,
-    DatabaseAwayError,
-    DatabaseCorruptError,
-    DatabaseError,
-)
+from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError
 from tunedcomm.selection.select import Decision
 from tunedcomm.spec import Problem
 
@@ -70,27 +65,6 @@ def test_keeps_what_is_needed_and_leaves_out_the_rest(source: Path, tmp_path: Pa
     # What `explain` says of a variant that never ran.
     words = {t.reason for t in kept if t.status == "pruned" and t.problem == problem(SIZES[2])}
     assert words == {"too slow"}
-
-
-def test_keeps_winners_and_runners_up_only(source: Path, tmp_path: Path) -> None:
-    """At problems with finals the finalists, and the best two of what did not come so far; elsewhere the best two."""
-    kept: dict[tuple[Problem, str, bool], list[float]] = {}
-    with Database.open(export_database([source], tmp_path / "out.db").path or "", immutable=True) as database:
-        for record in database.trials(environment=H200, world_size=4, status="ok"):
-            if record.source_hash == "current" and record.problem != problem(SIZES[0]):
-                key = (record.problem, record.variant, record.final)
-                kept.setdefault(key, []).append(record.latency_p50_us or 0.0)
-    for index, size in list(enumerate(SIZES))[1:]:
-        found = {key[1:]: sorted(latencies) for key, latencies in kept.items() if key[0] == problem(size)}
-        searched = {"two_shot": [4.125 + index, 4.25 + index], "lamport": [5.125 + index, 5.25 + index]}
-        if index == 3:
-            # Good again since it hung: kept beside the best two.
-            searched["two_shot"].append(9.5)
-            assert found == {(name, False): found[name, False] for name in ("one_shot", "two_shot", "lamport")}
-            assert {name: found[name, False] for name in searched} == searched
-        else:
-            finals = {("library", True): [10.0], ("one_shot", True): [4.5], ("lamport", True): [4.4 + index]}
-            assert found == {**finals, ("two_shot", False): searched["two_shot"]}
 
 
 def test_is_one_file_that_needs_no_other(source: Path, tmp_path: Path) -> None:
@@ -204,14 +178,6 @@ def test_does_not_replace_a_source(source: Path, tmp_path: Path) -> None:
     link.symlink_to(source)
     for out in (source, link):
         assert "one of the sources" in refused(DatabaseAccessError, [source], out, force=True)
-
-
-def test_refuses_what_can_hold_nothing(tmp_path: Path) -> None:
-    assert "give a file's path" in refused(DatabaseAccessError, ["sqlite://"], tmp_path / "out.db")
-    url = f"postgresql+psycopg://user:secret@/name?host={tmp_path}"
-    text = refused(DatabaseAwayError, [url], tmp_path / "out.db")
-    assert "does not answer" in text
-    assert "secret" not in text
 
 
 def test_a_server_is_exported_like_a_file_with_its_rows(source: Path, postgres_url: str, tmp_path: Path) -> None:

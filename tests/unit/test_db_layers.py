@@ -97,24 +97,6 @@ def test_without_a_home_writing_says_what_to_set(
     miss_log.append(tmp_path / "misses.jsonl", [])
 
 
-@pytest.mark.usefixtures("homeless")
-@pytest.mark.parametrize("entry", ["~/site.db", "~nobody-at-all/site.db"])
-def test_a_site_database_in_a_home_that_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: str
-) -> None:
-    monkeypatch.setenv("TUNEDCOMM_DB", str(tmp_path / "none.db"))
-    monkeypatch.setenv("TUNEDCOMM_DB_PATH", entry)
-    for _ in range(2):
-        assert load_snapshot(H200, 4).rows == ()
-    assert len(caplog.records) == 1
-    assert f"left out (site): database path {entry!r} begins with a home directory that is not known" in caplog.text
-    monkeypatch.setenv("TUNEDCOMM_DB", entry)
-    monkeypatch.setenv("TUNEDCOMM_DB_PATH", "")
-    for _ in range(2):
-        assert load_snapshot(H200, 4).rows == ()
-    assert len(caplog.records) == 2, "it is not taken for one that was never made"
-
-
 def test_site_lists_of_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "site"
     (folder / "deeper.db").mkdir(parents=True)

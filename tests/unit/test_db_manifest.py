@@ -51,20 +51,6 @@ def test_says_what_the_file_is(tmp_path: Path, form: Form) -> None:
     assert manifest_path(out).read_bytes() == before
 
 
-def test_its_command_makes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = [store(tmp_path / f"{name}.db", [trial(name, 5.0, final=True)]) for name in ("a b", "c")]
-    monkeypatch.chdir(tmp_path)
-    export_database([sources[0], "c.db"], "out.jsonl", form="jsonl", everything=True)
-    before, manifest = Path("out.jsonl").read_bytes(), manifest_path(Path("out.jsonl")).read_bytes()
-    for path in (Path("out.jsonl"), manifest_path(Path("out.jsonl"))):
-        path.unlink()
-    words = shlex.split(json.loads(manifest)["command"])
-    assert words[0] == "tunedcomm"
-    assert CliRunner().invoke(main.app, words[1:]).exit_code == 0
-    assert Path("out.jsonl").read_bytes() == before
-    assert manifest_path(Path("out.jsonl")).read_bytes() == manifest
-
-
 CHANGES: list[Callable[[Path], object]] = [
     lambda path: path.write_bytes(path.read_bytes()[:-1]),
     lambda path: path.write_bytes(path.read_bytes() + b"\n"),

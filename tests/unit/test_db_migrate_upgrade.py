@@ -102,19 +102,6 @@ def test_upgrade_changes_the_file_and_keeps_a_copy(old: Path, newer: Path) -> No
     assert sorted(path.name for path in old.parent.glob("*bak*")) == ["tuned.db.bak-0003"]
 
 
-def test_copy_holds_what_is_in_the_write_ahead_log_and_takes_a_free_name(old: Path, newer: Path) -> None:
-    old.with_name("tuned.db.bak-0003").write_text("somebody's", encoding="utf-8")
-    with closing(sqlite3.connect(old)) as writer:
-        writer.execute("PRAGMA journal_mode=WAL")
-        writer.execute("INSERT INTO run SELECT 99, 'late', 1, '', '', '', '', started_at, NULL FROM run LIMIT 1")
-        writer.commit()
-        assert old.with_name("tuned.db-wal").stat().st_size > 0
-        done = upgrade_database(old)
-    assert done.copy == old.with_name("tuned.db.bak-0003-2")
-    assert rows(done.copy, "SELECT command FROM run WHERE id = 99") == [("late",)]
-    assert old.with_name("tuned.db.bak-0003").read_text(encoding="utf-8") == "somebody's"
-
-
 def test_check_changes_nothing(old: Path, newer: Path) -> None:
     before = old.read_bytes()
     found = upgrade_database(old, check=True)
@@ -167,13 +154,6 @@ def test_reading_an_older_schema_names_the_verb_and_layers_go_on(
     assert "tunedcomm db upgrade" in caplog.text
 
 
-def test_opening_to_write_upgrades_with_a_copy_too(old: Path, newer: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", "tunedcomm"), Database.open(old) as database:
-        assert database.schema_version == NEW
-    assert old.with_name("tuned.db.bak-0003").exists()
-    assert "bak-0003 is as it was" in caplog.text
-
-
 def test_server_is_upgraded(postgres_url: str, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
         older.setattr(engine, "MIGRATIONS", Path(schema.__file__).parent / "migrations")
@@ -209,10 +189,4 @@ def test_verb(old: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke("--check")[0] == 0
     code, text = invoke("--json")
     assert code == 0
-    assert json.loads(text) == {
-        "target": str(old),
-        "before": NEW,
-        "after": NEW,
-        "copy": None,
-        "is_needed": False,
-    }
+    assert json.loads(text) == {"target": str(old), "before": NEW, "after": NEW, "copy": None, "is_needed": False}

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 from db_samples import H200, candidate, problem, trial
-from transfer_samples import H100, store
+from transfer_samples import store
 
-from tunedcomm.db.layers import packaged_databases
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
-from tunedcomm.errors import UnknownNameError
 
 COLLECTIVES = {"broadcast", "reduce", "allgather", "reducescatter", "allreduce"}
 ALGORITHMS = {"tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat"}
@@ -118,43 +116,7 @@ def test_names_what_works_most_like_the_winner(source: Path, tmp_path: Path) -> 
     assert "Not measured" in text
 
 
-@pytest.mark.parametrize("path", packaged_databases(), ids=lambda path: path.name)
-def test_shipped_databases_cover_what_was_tuned(path: Path, tmp_path: Path) -> None:
-    rows = exported(path, tmp_path / "nccl.csv")
-    ranks = 4 if "x4" in path.name else 2
-    with Database.open(path, immutable=True) as database:
-        sizes = sorted({asked.nbytes for asked in database.problems() if asked.op == "all_reduce"})
-    for size in sizes:
-        assert chosen(rows, size, ranks) is not None, size
-        assert chosen(rows, size, ranks + 1) is None
-    assert (rows[0].low, rows[-1].high) == (sizes[0], sizes[-1])
-    assert all(0 < row.channels <= 64 for row in rows)
-    assert rows[0].protocol == "ll"
-    assert rows[-1].protocol == "simple"
-
-
-def test_takes_the_family_that_was_measured_at_most_sizes(tmp_path: Path) -> None:
-    records = winners(b1024="two_shot", b4096="two_shot")
-    records += [trial("one_shot", 5.0, final=True, problem=problem(1024, mode="eager"))]
-    records += [trial("one_shot", 5.0, final=True, problem=problem(n, dtype="float16")) for n in (1024, 4096)]
-    rows = exported(store(tmp_path / "source.db", records), tmp_path / "nccl.csv")
-    assert {row.algorithm for row in rows} == {"ring"}
-    assert "bfloat16 graph plain, out of place" in (tmp_path / "nccl.csv").read_text()
-
-
 def test_pins_count(source: Path, tmp_path: Path) -> None:
     with Database.open(source) as database:
         database.pin(problem(1024), candidate("two_shot"), environment=H200, reason="known good")
     assert chosen(exported(source, tmp_path / "nccl.csv"), 1024) == ("ring", "simple", 4)
-
-
-def test_one_kind_of_hardware_has_to_be_named(tmp_path: Path) -> None:
-    source = store(tmp_path / "source.db", [*winners(b1024="lamport"), trial("two_shot", environment=H100)])
-    for hardware in (None, "nvidia"):
-        with pytest.raises(UnknownNameError, match="name one with --hardware"):
-            exported(source, tmp_path / "nccl.csv", hardware=hardware)
-    with pytest.raises(UnknownNameError, match="no stored environment matches"):
-        exported(source, tmp_path / "nccl.csv", hardware="B200")
-    assert not (tmp_path / "nccl.csv").exists()
-    assert [row.algorithm for row in exported(source, tmp_path / "nccl.csv", hardware="h200")] == ["tree"]
-    assert [row.algorithm for row in exported(source, tmp_path / "nccl.csv", hardware=H100.digest[:6])] == ["ring"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -202,35 +200,6 @@ def test_failure_that_hides_another_database_stays(tmp_path: Path, monkeypatch: 
     assert chosen(4096, path, site) == "one_shot"
     assert invoke("--db", str(path), "--failed", "--yes")[0] == 0
     assert trials_of(path) == []
-
-
-def test_what_nothing_refers_to_goes_too(tmp_path: Path) -> None:
-    path = make(tmp_path / "tuned.db", 2)
-    with Database.open(path) as database:
-        running = database.start_run(command="still running", seed=None, budget="", host="node")
-        ended = database.start_run(command="ended", seed=None, budget="", host="node")
-        database.finish_run(ended)
-    dry = pruned(path, dry_run=True, environments=(H200.digest, OLDER.digest))
-    done = pruned(path, environments=(H200.digest, OLDER.digest))
-    assert done.trials == done.held == 400
-    assert dry.unused == done.unused
-    # The pin keeps its problem and environment; of each variant the newest source stays.
-    assert done.unused == {"environment": 1, "problem": 2 * len(SIZES) - 1, "variant": len(VARIANTS), "run": 2}
-    with Database.open(path) as database:
-        assert [run.id for run in database.runs()] == [running]
-        assert [pin.reason for pin in database.pins()] == ["known good"]
-        assert len(database.record([replace(random_trial(random.Random(1)), run_id=running)])) == 1
-
-
-def test_file_gets_smaller(tmp_path: Path) -> None:
-    path = make(tmp_path / "tuned.db", 3, count=3000)
-    done = pruned(path, before=START + timedelta(seconds=38))
-    assert done.bytes_before is not None
-    assert done.bytes_after == path.stat().st_size < done.bytes_before / 3
-    with closing(sqlite3.connect(path)) as plain:
-        assert plain.execute("PRAGMA freelist_count").fetchone() == (0,)
-        assert plain.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        assert plain.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
 def test_reader_keeps_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

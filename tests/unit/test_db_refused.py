@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 from db_samples import H200, candidate, problem, trial
-from transfer_samples import (
-    digests,
-    everything,
-    lines_of,
-    store,
-)
+from transfer_samples import digests, everything, lines_of, store
 
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import import_databases, merge_databases

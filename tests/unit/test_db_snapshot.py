@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,12 +85,6 @@ def test_the_newest_row_of_a_candidate_is_kept(tmp_path: Path) -> None:
     assert [r.latency_p50_us for r in load_snapshot(H200, 4, layers=[layer]).rows] == [6.0]
 
 
-def test_finals_come_before_newer_rows_that_are_none(tmp_path: Path) -> None:
-    layer = stored(tmp_path / "user.db", trial(latency_us=6.0, final=True), trial(latency_us=5.0, after=9))
-    (kept,) = load_snapshot(H200, 4, layers=[layer]).rows
-    assert (kept.latency_p50_us, kept.final) == (6.0, True)
-
-
 def test_all_finals_but_only_the_best_of_each_variant_where_there_are_none(tmp_path: Path) -> None:
     without = [trial(v, 5.0 + i, config={"num_blocks": i}) for v in ("one_shot", "two_shot") for i in range(20)] + [
         trial("library", 11.0)
@@ -163,16 +155,6 @@ def test_a_candidate_that_failed_later_is_dropped_from_every_layer(tmp_path: Pat
     found = load_snapshot(H200, 4, layers=[user, packaged])
     assert found.failures == ()
     assert variants_of(found) == ["one_shot", "two_shot"]
-
-
-def test_a_trial_that_makes_no_sense_does_not_end_a_failure(tmp_path: Path) -> None:
-    failed = trial(latency_us=None, status="incorrect", after=5)
-    layer = stored(tmp_path / "user.db", trial(final=True), failed, trial(after=6))
-    with closing(sqlite3.connect(tmp_path / "user.db")) as plain:
-        plain.execute("UPDATE trial SET latency_p50_us = 1e-9 WHERE id = (SELECT max(id) FROM trial)")
-        plain.commit()
-    found = load_snapshot(H200, 4, layers=[layer])
-    assert (found.rows, [f.status for f in found.failures]) == ((), ["incorrect"])
 
 
 def test_pins_of_this_hardware_nearest_layer_first(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -116,15 +115,6 @@ def test_winners_are_what_dispatch_runs(shipped: Path) -> None:
         assert sum(sum(group.winners.values()) for group in stats.groups) == len(asked)
 
 
-def test_damaged_rows_are_left_out(path: Path) -> None:
-    with Database.open(path) as database, database._engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE trial SET created_at = 'noon' WHERE id = 1")
-        connection.exec_driver_sql("UPDATE problem SET world_size = 'four' WHERE mode = 'eager'")
-    stats = stats_of(path)
-    assert len(stats.groups) == 3
-    assert group_of(stats, environment=H200, world_size=4).oldest == START
-
-
 def invoke(*arguments: str) -> tuple[int, str]:
     shown = CliRunner().invoke(main.app, ["db", "stats", *arguments])
     return shown.exit_code, shown.stdout
@@ -143,11 +133,3 @@ def test_verb(path: Path) -> None:
     # The samples' sources are none of this version's.
     assert entry["groups"][1]["stale"] + entry["groups"][1]["unknown"] > 0
     assert invoke("--db", str(path), "--op", "all_gather", "--json")[1].count('"op"') == 0
-
-
-def test_what_is_stale_wins_nothing(path: Path) -> None:
-    stats = stats_of(path, lambda op, variant: "v1" if variant == "library" else "another")
-    group = group_of(stats, environment=H200, world_size=4, mode="graph")
-    assert group.winners == {"library": 3}
-    assert group.stale == 13 - 3
-    assert replace(group, winners={}).library_share is None

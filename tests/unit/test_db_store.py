@@ -13,7 +13,7 @@ from db_samples import H200, OLDER, candidate, problem, trial
 from sqlalchemy import text
 
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError
+from tunedcomm.errors import DatabaseAccessError, DatabaseError
 from tunedcomm.spec import Problem
 
 
@@ -113,14 +113,6 @@ def test_a_pin_replaces_the_earlier_one_of_the_same_hardware(database: Database)
     assert [p.environment for p in database.pins()] == [elsewhere]
 
 
-def test_stats_count_every_table_and_status(database: Database) -> None:
-    database.record([trial(final=True), trial("lamport"), trial(status="hung", latency_us=None)])
-    stats = database.stats()
-    assert {stats[k] for k in ("environments", "problems")} == {1}
-    assert (stats["variants"], stats["trials"], stats["trials_ok"], stats["trials_hung"]) == (2, 3, 2, 1)
-    assert (stats["trials_crashed"], stats["finals"], stats["runs"], stats["pins"]) == (0, 1, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -179,16 +171,3 @@ def test_an_immutable_database_leaves_no_side_files_and_refuses_to_write(tmp_pat
             database.record([trial()])
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("shipped")] == ["shipped.db"]
     assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("change", ["problem SET shape = '7x'", "environment SET gpu = 'another'"])
-def test_nothing_is_recorded_that_would_refer_to_a_damaged_row(database_url: str, change: str) -> None:
-    with Database.open(database_url, create=True) as database:
-        database.record([trial()])
-        with database._engine.begin() as connection:
-            connection.execute(text(f"UPDATE {change}"))
-        table = change.partition(" ")[0]
-        with pytest.raises(DatabaseCorruptError, match=rf"damaged: {table} \d+: .*prune"):
-            database.record([trial("lamport", problem=problem(1 << 20)), trial("two_shot")])
-        with database._engine.begin() as connection:
-            assert connection.execute(text("SELECT count(*) FROM trial")).scalar() == 1

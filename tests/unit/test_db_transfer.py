@@ -3,74 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from db_samples import H200, OLDER, candidate, problem, trial
-from hypothesis import HealthCheck, given, settings
-from transfer_samples import (
-    H100,
-    Content,
-    contents,
-    digests,
-    everything,
-    lines_of,
-    store,
-    sweep,
-    write,
-)
+from transfer_samples import H100, digests, everything, lines_of, store, sweep
 
 from tunedcomm.db.diff import StoredCatalog, diff_databases
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import import_databases, merge_databases
-from tunedcomm.errors import DatabaseAccessError
 
-EXAMPLES = int(os.environ.get("TUNEDCOMM_TEST_EXAMPLES", "8"))
-PROPERTY = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-SLOW_PROPERTY = settings(PROPERTY, max_examples=max(1, EXAMPLES // 2))
 DATA = Path(__file__).parents[1] / "data"
-
-
-@contextmanager
-def folder() -> Iterator[Path]:
-    """A fresh directory for every example of a property."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
-
-
-@pytest.mark.slow
-@given(content=contents())
-@PROPERTY
-def test_lines_lose_nothing(content: Content) -> None:
-    with folder() as here:
-        source = write(here / "source.db", content)
-        before = lines_of(source, here / "source.jsonl")
-        done = import_databases([here / "source.jsonl"], here / "copy.db")
-        assert done.added == len(content.trials)
-        assert lines_of(here / "copy.db", here / "copy.jsonl") == before
-        assert digests(here / "copy.db") == digests(source)
-
-
-@pytest.mark.slow
-@given(one=contents(), other=contents(start=1000))
-@SLOW_PROPERTY
-def test_the_order_of_sources_does_not_matter(one: Content, other: Content) -> None:
-    with folder() as here:
-        sources = [write(here / "one.db", one), write(here / "other.db", other)]
-        merge_databases(sources[:1], here / "a.db")
-        merge_databases(sources[1:], here / "a.db")
-        import_databases(sources[1:], here / "b.db")
-        import_databases(sources[:1], here / "b.db")
-        merge_databases(sources[::-1], here / "c.db")
-        expected = digests(here / "a.db")
-        for name in ("a.db", "b.db", "c.db"):
-            assert everything(here / name) == everything(sources[0]) | everything(sources[1])
-            assert digests(here / name) == expected
 
 
 def test_lines_are_sorted_plain_and_the_same_from_every_database(tmp_path: Path) -> None:
@@ -137,16 +80,6 @@ def test_merging_keeps_every_row_and_says_what_it_answers_now(tmp_path: Path) ->
     assert change.after is not None
     assert (change.before.candidate, change.after.candidate) == (candidate("one_shot"), candidate("lamport"))
     assert (change.before.latency_us, change.after.latency_us, change.ratio) == (5.0, 4.0, 1.25)
-
-
-def test_merging_a_directory_leaves_the_target_in_it_out(tmp_path: Path) -> None:
-    target = store(tmp_path / "all.db", [trial("one_shot")])
-    store(tmp_path / "host.db", [trial("lamport", 4.0)])
-    done = merge_databases([tmp_path], target)
-    assert [Path(source.source).name for source in done.sources] == ["host.db"]
-    (tmp_path / "host.db").unlink()
-    with pytest.raises(DatabaseAccessError, match=r"holds no \*\.db file"):
-        merge_databases([tmp_path], target)
 
 
 def test_a_database_that_is_tuned_meanwhile_loses_nothing(database_url: str, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from tunedcomm.cli.main import app
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ELSEWHERE = {"adding_a_variant.md": "tests/multirank/test_plugins.py"}
-LANGUAGES = {"python", "console", "bash", "text", "toml"}
 RUN_S = 150
 PREAMBLE = """
 import functools, torch, torch.distributed, tunedcomm
@@ -102,27 +101,11 @@ def parse(arguments: list[str]) -> None:
         command.make_context(name, list(arguments))
 
 
-def test_blocks_are_found() -> None:
-    assert len(ALL) >= 40
-    assert len(CONSOLES) >= 3
-    assert sum(map(bool, PROGRAMS.values())) >= 5
-    assert sum(len(commands(block.text)) for block in ALL) >= 50
-    assert {block.language for block in ALL} <= LANGUAGES
-
-
 @pytest.mark.parametrize("block", [block for block in ALL if commands(block.text)], ids=str)
 def test_tunedcomm_takes_the_command_lines(block: Block) -> None:
     if block.language in ("bash", "console"):
         for arguments in commands(block.text):
             parse(arguments)
-
-
-def test_a_wrong_option_would_be_noticed() -> None:
-    with pytest.raises(Exception, match="--opp"):
-        parse(["tune", "--opp", "all_reduce"])
-    with pytest.raises(AssertionError, match="no verb"):
-        parse(["db", "burn"])
-    assert commands("nohup tunedcomm tune --op a > o 2> e &\npip install tunedcomm") == [["tune", "--op", "a"]]
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.language == "python"], ids=str)

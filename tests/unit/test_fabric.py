@@ -153,22 +153,6 @@ def test_class_of_a_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, exp
     assert (str(found[0]), found[0].num_links, found[1]) == (expected, num_links, "580.1")
 
 
-def test_ranks_share_one_gpu_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, two = FakeNvml([[]]), FakeNvml([[], []])
-    sliced, linked = FakeNvml([[]], mig=frozenset({0})), FakeNvml([[SWITCH] * 18])
-    for asked, expected in (("0", "pcie"), ("1", "loopback")):
-        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", asked)
-        found = [str(ask(monkeypatch, fake)[0]) for fake in (alone, two, sliced, linked)]
-        assert found == [expected, "pcie", "pcie-mig", "nvswitch-18"]
-
-
-def test_every_rank_finds_the_same_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    for links, p2p in ((CUBE_MESH, None), ([[]] * 4, lambda one, other: {one, other} != {0, 1})):
-        uuids = {f"GPU-{index}": index for index in range(len(links))}
-        fake = FakeNvml(links, p2p=p2p, uuids=uuids)
-        assert len({ask(monkeypatch, fake, str(index)) for index in range(len(links))}) == 1
-
-
 def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml([[SWITCH] * 18, []], uuids={"GPU-b": 1, "MIG-s": 0})
     assert ask(monkeypatch, fake, "b")[0].num_links == 0
@@ -270,22 +254,6 @@ def test_a_mismatch_says_what_and_what_to_do(name: str) -> None:
     for part in SAID[name]:
         assert part in said
     assert H200.differences(replace(H200, **{name: OTHERS[name]})).keys() == {name}
-
-
-def test_what_cannot_be_borrowed_is_not_recommended() -> None:
-    assert "--borrow" in H200.mismatches(replace(H200, gpu="NVIDIA H100", fabric="nvswitch-8"))[0]
-    for name in ("compute_capability", "multicast", "nodes"):
-        said = H200.mismatches(replace(H200, gpu="NVIDIA H100", **{name: OTHERS[name]}))
-        assert len(said) == 2
-        assert not any("--borrow" in text for text in said)
-    host = hardware.detect()
-    assert all("say nothing about the host backend" in text for text in host.mismatches(H200))
-
-
-def test_multicast_that_is_here_need_not_be_unset() -> None:
-    (said,) = replace(H200, multicast=True).mismatches(H200)
-    assert "unset" not in said
-    assert H200.mismatches(H200) == []
 
 
 def test_the_nearest_environment() -> None:

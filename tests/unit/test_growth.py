@@ -149,40 +149,14 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answer
 
 
-def test_registry_has_the_new_variant(grown: dict[str, Any]) -> None:
-    assert "dummy_ring" in grown["variants"]
-    assert "lamport" in grown["variants"], "beside those that were there"
-
-
-def test_candidates_of_the_new_variant_are_its_feasible_configs(grown: dict[str, Any]) -> None:
-    assert grown["candidates"] == [
-        "dummy_ring(eager=False, num_blocks=1)",
-        "dummy_ring(eager=True, num_blocks=1)",
-    ]
-
-
-def test_tuner_tries_the_new_variant(grown: dict[str, Any]) -> None:
-    assert "dummy_ring(eager=False, num_blocks=1)" in grown["tuner"]
-
-
-def test_the_new_variant_can_be_forced(grown: dict[str, Any]) -> None:
-    assert grown["forced"] == "dummy_ring(eager=False, num_blocks=1)"
-
-
-def test_explain_lists_the_new_variant(grown: dict[str, Any]) -> None:
+def test_one_file_is_a_variant_and_one_folder_an_op(grown: dict[str, Any]) -> None:
+    assert {"dummy_ring", "lamport"} <= set(grown["variants"])
+    assert grown["candidates"] == [f"dummy_ring(eager={eager}, num_blocks=1)" for eager in (False, True)]
+    assert grown["candidates"][0] in grown["tuner"]
+    assert grown["forced"] == grown["candidates"][0]
     assert "no trial" in next(line for line in grown["explain_before"].splitlines() if "dummy_ring" in line)
-
-
-def test_a_tuned_row_of_the_new_variant_is_chosen(grown: dict[str, Any]) -> None:
-    assert grown["explain_json"]["variant"] == "dummy_ring"
-    assert grown["explain_json"]["source"] == "exact"
-    assert "dummy_ring(eager=True, num_blocks=1)" in grown["explain"]
-
-
-def test_listing_shows_the_new_variant(grown: dict[str, Any]) -> None:
+    assert (grown["explain_json"]["variant"], grown["explain_json"]["source"]) == ("dummy_ring", "exact")
+    assert grown["candidates"][1] in grown["explain"]
     assert "dummy_ring" in grown["db_list"]
-
-
-def test_a_new_op_is_one_folder(grown: dict[str, Any]) -> None:
     assert "dummy_op" in grown["ops"]
     assert "library(" in grown["explain_op"]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tunedcomm.dispatch.launches import LaneOrder
-from tunedcomm.kernels.common import launch as launches
 
 
 class Event:
@@ -78,13 +77,3 @@ def test_eager_calls_wait_for_the_graph_and_tell_it_when_they_are_done(capturing
     LOG.clear()
     order.eager(launch)((), (), 7)
     assert LOG == ["wait graphs", "launch 7", "record eager"]
-
-
-@pytest.mark.parametrize(
-    ("grid", "threads", "limit", "expected"),
-    [(132, 512, 0.5, 64), (132, 512, 1.0, 128), (264, 256, 0.5, 64), (66, 512, 0.5, 128), (132, 1024, 0.5, 32)],
-)
-def test_registers_that_make_a_grid_fit(grid: int, threads: int, limit: float, expected: int) -> None:
-    found = launches.fewer_registers(grid, threads, 132, limit)
-    assert found == expected
-    assert launches.resident_blocks(found, 0, threads, 132) * limit >= grid

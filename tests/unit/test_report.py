@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +13,11 @@ from typer.testing import CliRunner
 pytest.importorskip("plotly", reason="plotly is not installed (extra `report`)")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `report`)")
 
-from report_samples import GEMM_SPEEDUPS, gemm_csv, recorded_database
+from report_samples import gemm_csv, recorded_database
 
 from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
 from tunedcomm.report.data import Material, best_by_shape, gather, group_up, read_csv
-from tunedcomm.report.figures import INK, SCALE, heat_figure, heat_panel, size_ticks
 from tunedcomm.report.page import render
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -105,70 +99,12 @@ def test_of_several_runs_the_newest_counts_and_there_the_fastest(tmp_path: Path)
     assert {shape: row.over_library for shape, row in best_by_shape(rows).items()} == {"512": 2.0}
 
 
-def test_gemm_shapes_become_a_grid_of_speedups(everything: Material) -> None:
-    (found,) = (rows for group, rows in everything.bench.items() if group.op == "ag_gemm")
-    (heat,) = heat_figure(found).data
-    assert heat["x"] == ["512", "4096"]
-    assert heat["y"] == ["8192×3584", "8192×8192"]
-    assert 2 ** heat["z"][0][0] == pytest.approx(GEMM_SPEEDUPS["512x8192x3584"], rel=1e-3)
-    assert 2 ** heat["z"][1][1] == pytest.approx(GEMM_SPEEDUPS["4096x8192x8192"], rel=1e-3)
-    assert heat["z"][1][0] is None  # not measured
-
-
-def luminance(colour: Sequence[float]) -> float:
-    """Relative luminance by WCAG of red, green and blue from 0 to 255."""
-    linear = [part / 3294.6 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4 for part in colour]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_digits_read_on_every_colour_of_a_heat_map() -> None:
-    def rgb(colour: str) -> list[int]:
-        return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-
-    ink = luminance(rgb(INK))
-    for (_, first), (_, second) in itertools.pairwise(SCALE):
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-            mixed = [a + (b - a) * share for a, b in zip(rgb(first), rgb(second), strict=True)]
-            assert (luminance(mixed) + 0.05) / (ink + 0.05) >= 4.5, (first, second, share)
-
-
-def test_a_colour_says_the_same_in_every_heat_map(everything: Material) -> None:
-    ((group, found),) = ((group, rows) for group, rows in everything.bench.items() if group.op == "ag_gemm")
-    faster = [replace(one, library_us=5 * (one.library_us or 0.0)) for one in found]
-    first, second = (heat_panel(group, rows).figures[0].data[0] for rows in (found, faster))
-    for trace in (first, second):
-        assert (trace["zmin"], trace["zmax"]) == (-1.0, 1.0)
-        assert [stop[0] for stop in trace["colorscale"] if stop[1] == SCALE[2][1]] == [0.5], "as fast as the library"
-        assert trace["textfont"]["color"] == INK
-    assert first["z"] != second["z"]
-
-
-def test_one_column_of_speedups_is_a_table(everything: Material) -> None:
-    ((group, found),) = ((group, rows) for group, rows in everything.bench.items() if group.op == "ag_gemm")
-    assert heat_panel(group, found).figures
-    column = heat_panel(group, [one for one in found if one.shape.startswith("4096x")])
-    assert not column.figures
-    assert column.tables[0].is_open
-    assert column.tables[0].rows == [["8192×3584", "0.94×"], ["8192×8192", "1.12×"]]
-
-
 def test_other_tables_are_refused_with_what_they_lack(tmp_path: Path) -> None:
     code, output = invoke("report", "--no-db", "--csv", RESULTS / "db" / "db_scale.csv", "-o", tmp_path / "r.html")
     assert code == 2
     assert "lacks the columns" in output
     assert "contender" in output
     assert not (tmp_path / "r.html").exists()
-
-
-def test_lines_without_sense_are_left_out_and_listed(tmp_path: Path) -> None:
-    lines = ALL_REDUCE.read_text(encoding="utf-8").splitlines()[:4]
-    lines.append(lines[-1].replace("all_reduce,512,1024", "all_reduce,512,many"))
-    broken = tmp_path / "broken.csv"
-    broken.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    code, output = invoke("report", "--no-db", "--csv", broken, "-o", tmp_path / "r.html")
-    assert code == 0, output
-    assert "left out 1 lines" in output
-    assert "many" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
 def test_a_shells_pattern_and_images(tmp_path: Path) -> None:
@@ -203,35 +139,3 @@ def test_a_page_of_nothing_is_bad_usage(tmp_path: Path) -> None:
     code, output = invoke("report", "--no-db", *page, "--csv", empty)
     assert code == 0
     assert "empty.csv: has no rows" in output
-
-
-def test_images_that_cannot_be_written_are_bad_usage(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    gemms = gemm_csv(tmp_path / "gemms.csv")
-    code, output = invoke("report", "--no-db", "-o", tmp_path / "r.html", "--png", tmp_path / "file", "--csv", gemms)
-    assert code == 2, output
-    assert "cannot take images" in output
-
-
-def test_a_missing_package_names_the_extra(tmp_path: Path) -> None:
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    code = (
-        "import importlib.util, sys\n"
-        "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'plotly' else find(name, *rest)\n"
-        "from tunedcomm.cli import main\n"
-        f"main.run(['report', '--no-db', '-o', {str(tmp_path / 'r.html')!r}])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "MissingPackageError" in done.stderr
-    assert "tunedcomm[report]" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_ticks_are_few_powers_of_two() -> None:
-    ticks = size_ticks([1 << 10, 1 << 28])
-    assert 3 <= len(ticks) <= 6
-    assert all(tick & (tick - 1) == 0 and 1 << 10 <= tick <= 1 << 29 for tick in ticks)
-    assert size_ticks([1000, 1000])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from db_samples import NUMERICS, candidate, decide, problem, row, snapshot
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Failure, Pinned
-from tunedcomm.spec import Candidate, Problem
+from tunedcomm.spec import Candidate
 
 
 def reasons(decision: Decision) -> dict[str, str]:
@@ -60,37 +59,6 @@ def test_what_never_relaxes(stored: dict[str, Any], asked: dict[str, Any]) -> No
     decision = decide([row("one_shot", 4.0, like=stored)], problem(**asked))
     assert (decision.candidate, decision.source) == (candidate("library"), "library")
     assert "nothing of this kind is measured" in decision.why
-
-
-def test_relatives_are_asked_in_order_and_checked_for_feasibility() -> None:
-    rows = [row("one_shot", 4.0, like={"in_place": True}), row("two_shot", 2.0, like={"dtype": "float16"})]
-    asked = problem(reduction="avg")
-    assert decide(rows, asked).candidate == candidate("two_shot")
-    decision = decide(rows, asked, feasible=lambda which: "no avg" if which.variant == "two_shot" else None)
-    assert decision.candidate == candidate("one_shot")
-    assert decide(rows, asked, feasible=lambda which: "no avg").candidate == candidate("library")
-
-
-@pytest.mark.parametrize(
-    ("asked", "borrowed"),
-    [
-        (problem(dtype="float16"), False),
-        (problem(8192, in_place=True), False),
-        (problem(dtype="float16"), True),
-        (problem(mode="eager"), False),
-        (problem(8192, mode="eager", dtype="float16"), False),
-    ],
-    ids=str,
-)
-def test_what_failed_in_the_family_is_not_taken_over_from_another(asked: Problem, borrowed: bool) -> None:
-    rows = [row(name, us, borrowed=borrowed) for name, us in (("lamport", 2.0), ("one_shot", 4.0))]
-    failure = Failure(problem=asked, candidate=candidate("lamport"), source_hash="current", status="incorrect")
-    decision = decide(snapshot(rows, failures=(failure,)), asked)
-    assert decision.candidate == candidate("one_shot")
-    assert "was incorrect at" in reasons(decision)["lamport(num_blocks=4)"]
-    assert decide(snapshot(rows[:1], failures=(failure,)), asked).candidate == candidate("library")
-    of_others = replace(failure, problem=replace(asked, reduction="max"))
-    assert decide(snapshot(rows, failures=(of_others,)), asked).candidate == candidate("lamport")
 
 
 # Heuristic, library, and the whole
@@ -199,12 +167,6 @@ def test_tuning_is_not_recommended_where_it_can_find_nothing() -> None:
     assert decide([], no_kernel="the library may run").source == "library"
 
 
-def test_huge_sizes_are_no_trouble() -> None:
-    rows = [row("one_shot", 4.0, 2**62), row("one_shot", 3.0, 2)]
-    assert decide(rows, problem(2**61)).candidate == candidate("one_shot")
-    assert decide(rows, problem(2**40)).candidate == candidate("library")
-
-
 def test_decisions_are_pure_and_do_not_depend_on_row_order() -> None:
     rng = random.Random(3)
     rows = [
@@ -228,11 +190,3 @@ def test_decisions_are_pure_and_do_not_depend_on_row_order() -> None:
         assert first.candidate.variant in NUMERICS
         assert str(first.candidate) not in reasons(first)
         json.dumps(first.to_dict(), allow_nan=False)
-
-
-def test_to_dict_is_plain() -> None:
-    data = decide([row("lamport", 2.5), row("one_shot", 5.0)]).to_dict()
-    assert (data["variant"], data["config"], data["source"]) == ("lamport", {"num_blocks": 4}, "exact")
-    assert data["runner_up"] == "one_shot(num_blocks=4)"
-    assert data["environment"]["gpu"] == "NVIDIA H200"
-    assert data["passed_over"] == [["one_shot(num_blocks=4)", "5.00 µs against 2.50 µs of lamport(num_blocks=4)"]]

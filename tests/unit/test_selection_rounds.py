@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from db_samples import H200, candidate, decide, problem, row, snapshot, trial
+from db_samples import H200, candidate, decide, problem, row, trial
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
@@ -59,13 +59,6 @@ def test_of_those_that_need_one_round_the_one_that_saves_a_round_is_preferred() 
     assert decide(slow, problem(6000), rounds_of=rounds).candidate == candidate("lamport", 8)
 
 
-def test_what_is_slow_further_up_does_not_win_by_its_rounds() -> None:
-    rows = [*two_blocks(), row("lamport", 12.0, 16384, num_blocks=4), row("one_shot", 6.0, 16384, num_blocks=64)]
-    decision = decide(rows, problem(6000), rounds_of=rounds)
-    assert decision.candidate == candidate("lamport", 2)
-    assert decision.runner_up_us == pytest.approx(12.0 / 6.0 * FASTEST_US / math.sqrt(2) * 1.05)
-
-
 @pytest.mark.parametrize(
     ("more", "size", "reason"),
     [
@@ -79,22 +72,6 @@ def test_what_is_slow_further_up_does_not_win_by_its_rounds() -> None:
 def test_who_does_not_join(more: list[Any], size: int, reason: str) -> None:
     rows = [row("lamport", 3.9, 2048, num_blocks=2), *two_blocks(), *more]
     assert decide(rows, problem(size), rounds_of=rounds).candidate == candidate("lamport", 2), reason
-
-
-def test_who_cannot_run_does_not_join() -> None:
-    rows = [*two_blocks(), row("lamport", 6.0, 16384, num_blocks=4)]
-    refused = decide(rows, problem(6000), rounds_of=rounds, feasible=lambda c: "no" if c.config_dict else None)
-    assert refused.candidate == candidate("library")
-    four = candidate("lamport", 4)
-    assert decide(
-        rows, problem(6000), rounds_of=rounds, feasible=lambda c: "no" if c == four else None
-    ).candidate == candidate("lamport", 2)
-
-
-def test_the_order_of_rows_does_not_matter() -> None:
-    rows = [*two_blocks(), row("lamport", 6.0, 16384, num_blocks=4), row("lamport", 6.0, 16384, num_blocks=8)]
-    found = {decide(order, problem(6000), rounds_of=rounds).candidate for order in (rows, rows[::-1])}
-    assert found == {candidate("lamport", 4)}
 
 
 # What the variants say of themselves
@@ -143,17 +120,3 @@ def test_a_time_beyond_reason_is_left_out(latency_us: float, tmp_path: Path) -> 
     loaded = load_snapshot(H200, 4, layers=[Layer("user", str(tmp_path / "tuned.db"))])
     assert [row.problem for row in loaded.rows] == [problem(16384)]
     assert decide(loaded, problem(8192)).candidate == candidate("one_shot")
-
-
-def test_all_times_that_are_read_can_be_compared() -> None:
-    times = (1e-6, 3.0, 1e12)
-    for low in times:
-        for high in times:
-            for baseline in times:
-                rows = [
-                    row("one_shot", low, 4096, baseline_p50_us=baseline),
-                    row("lamport", high, 8192, baseline_p50_us=high),
-                    row("lamport", low, 16384, num_blocks=8),
-                ]
-                decision = decide(snapshot(rows), problem(6000), rounds_of=rounds)
-                assert decision.source == "interpolated"

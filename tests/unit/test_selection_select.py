@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot
 
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.selection.interpolate import MAX_GAP
 from tunedcomm.selection.score import MAX_NOISE, MIN_NOISE, noise
 from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Failure, Pinned, Row
@@ -121,45 +119,6 @@ def test_near_ties_go_to_the_candidate_that_wins_nearby() -> None:
         row("two_shot", 4.0, size) for size in (1024, 2048)
     ]
     assert decide(tie + near + against).candidate == candidate("one_shot")
-
-
-def test_a_faster_runner_up_that_is_too_noisy_to_beat_the_library_is_said_to_be() -> None:
-    noisy = row("one_shot", 9.60, latency_p10_us=5.0, latency_p90_us=15.0, samples=1)
-    decision = decide([row("library", 10.0), noisy, row("two_shot", 9.70)])
-    assert (decision.candidate, decision.runner_up) == (candidate("two_shot"), candidate("one_shot"))
-    assert (
-        "1.0% slower than the runner-up one_shot(num_blocks=4) (9.60 µs), which does not beat the library by more than "
-        f"its noise of {MAX_NOISE:.1%}"
-    ) in decision.why
-
-
-def test_re_measuring_within_the_noise_does_not_flip_a_tie() -> None:
-    neighbours = [
-        row("one_shot", 3.0, 2048),
-        row("two_shot", 3.3, 2048),
-        row("one_shot", 6, 8192),
-        row("two_shot", 7, 8192),
-    ]
-    rng = random.Random(0)
-    chosen = {
-        decide(
-            [
-                row("one_shot", 5 * rng.uniform(0.997, 1.003)),
-                row("two_shot", 5 * rng.uniform(0.997, 1.003)),
-                *neighbours,
-            ]
-        ).candidate.variant
-        for _ in range(50)
-    }
-    assert chosen == {"one_shot"}
-
-
-def test_ties_lost_equally_often_go_to_the_smaller_loss() -> None:
-    tie = [row("one_shot", 5.0), row("two_shot", 5.0), row("lamport", 5.04)]
-    near = [row("lamport", 3.0, 8192), row("one_shot", 4.0, 8192), row("two_shot", 3.5, 8192)]
-    assert decide([*tie, *near]).candidate == candidate("lamport")
-    far = [row("atomic", 3.0, 8192), row("one_shot", 4.0, 8192), row("two_shot", 3.5, 8192)]
-    assert decide([*tie[:2], *far], policy="any").candidate == candidate("two_shot")
 
 
 def test_more_conclusive_rows_outrank_faster_ones() -> None:
@@ -286,54 +245,6 @@ def test_between_two_sizes_both_bound_what_is_expected() -> None:
     assert decide(rows, problem(4098)).candidate == candidate("two_shot"), "one_shot is on the edge of a step here"
 
 
-def test_a_candidate_measured_at_the_smaller_size_alone_may_take_twice_as_long() -> None:
-    rows = [*curve("one_shot", {4096: 2.0}, LIBRARY), *curve("two_shot", {4096: 9.0, 8192: 9.5}, LIBRARY)]
-    decision = decide(rows, problem(8000))
-    assert decision.candidate == candidate("one_shot")
-    assert decision.latency_us == pytest.approx(4.0)
-    slower = [*curve("one_shot", {4096: 5.0}, LIBRARY), *rows[1:]]
-    assert decide(slower, problem(8000)).candidate == candidate("two_shot")
-
-
-def test_of_sizes_far_apart_twice_the_size_is_the_bound() -> None:
-    rows = [
-        *curve("one_shot", {4096: 4.0, 65536: 64.0}, {4096: 10.0, 65536: 40.0}),
-        *curve("two_shot", {4096: 7.0, 65536: 8.0}, {4096: 10.0, 65536: 40.0}),
-    ]
-    assert decide(rows, problem(4098)).candidate == candidate("one_shot"), "about 5.7 against 7.0 µs"
-    assert decide(rows, problem(16384)).candidate == candidate("two_shot")
-
-
-def test_the_least_is_chosen_between_sizes_and_no_tie_is_broken() -> None:
-    rows = [
-        *curve("one_shot", {4096: 5.00, 8192: 6.00}, LIBRARY),
-        *curve("two_shot", {4096: 4.00, 8192: 6.02}, LIBRARY),
-    ]
-    assert decide(rows, problem(5000)).candidate == candidate("two_shot"), "a line of less, and equal bounds"
-    assert decide(rows, problem(8190)).candidate == candidate("one_shot")
-
-
-def test_interpolated_challengers_must_beat_the_library_too() -> None:
-    decision = decide(curve("one_shot", {4096: 9.9, 16384: 20.4}, LIBRARY), problem(8192))
-    assert (decision.candidate, decision.source) == (candidate("library"), "interpolated")
-    assert decision.latency_us == pytest.approx(200**0.5)
-
-
-def test_a_candidate_measured_at_the_larger_size_alone_takes_part() -> None:
-    rows = [row("one_shot", 4.0, 4096), row("two_shot", 5.0, 16384)]
-    decision = decide(rows, problem(6000))
-    assert decision.candidate == candidate("two_shot")
-    assert "between 4 KiB and 16 KiB" in decision.why
-
-
-def test_where_nothing_may_run_at_the_larger_size_the_nearest_size_serves() -> None:
-    rows = [row("one_shot", 4.0, 4096), row("two_shot", 5.0, 8192 * MAX_GAP)]
-    decision = decide(rows, problem(6000))
-    assert decision.candidate == candidate("one_shot")
-    assert decision.latency_us is None
-    assert "as at the nearest measured size, 4 KiB" in decision.why
-
-
 def test_nothing_is_extrapolated_beyond_a_factor_of_two() -> None:
     rows = curve("one_shot", {4096: 4.0, 16384: 5.0})
     for size, source in ((2048, "interpolated"), (2046, "library"), (32768, "interpolated"), (32770, "library")):
@@ -344,28 +255,6 @@ def test_nothing_is_extrapolated_beyond_a_factor_of_two() -> None:
         "what is measured at 16 KiB, the nearest size, may not serve this one; `tunedcomm tune` measures it"
         in decide(rows, problem(1 << 20)).why
     )
-
-
-def test_who_has_tuned_a_size_in_vain_is_not_told_to_tune_it() -> None:
-    decision = decide([row("library", 9.0, 4096)], problem(4096))
-    assert decision.source == "library"
-    assert decision.why == "the library: of what is measured at this very size only the library may serve"
-    assert decide([], problem(4096)).why.endswith("`tunedcomm tune` measures it")
-
-
-def test_sizes_too_far_apart_are_not_joined() -> None:
-    near = curve("one_shot", {4096: 4.0, 4096 * MAX_GAP: 9.0})
-    assert decide(near, problem(16384)).source == "interpolated"
-    far = curve("one_shot", {4096: 4.0, 8192 * MAX_GAP: 9.0})
-    assert decide(far, problem(16384)).source == "library"
-    assert decide(far, problem(8000)).source == "interpolated"
-
-
-def test_sizes_whose_candidates_cannot_run_are_looked_past() -> None:
-    rows = [*curve("one_shot", {2048: 4.0, 16384: 6.0}), row("lamport", 2.0, 4096), row("lamport", 2.0, 8192)]
-    decision = decide(rows, problem(6000), feasible=lambda which: "no" if which.variant == "lamport" else None)
-    assert decision.candidate == candidate("one_shot")
-    assert "between 2 KiB and 16 KiB" in decision.why
 
 
 def test_every_trial_is_interpolated_but_not_of_other_software() -> None:
@@ -391,12 +280,3 @@ def test_candidates_that_failed_in_the_family_are_not_interpolated() -> None:
     assert exact.candidate == candidate("lamport"), "where it was measured it was right"
     for other in (replace(failure, source_hash="before"), replace(failure, problem=problem(8192, mode="eager"))):
         assert decide(snapshot(rows, failures=(other,)), problem(6000)).candidate == candidate("lamport")
-
-
-def test_other_extents_of_a_shape_must_agree() -> None:
-    def shaped(tokens: int, hidden: int, **changes: Any) -> Any:
-        return problem(shape=(tokens, hidden), **changes)
-
-    rows = [replace(row("one_shot", 5.0), problem=shaped(m, 1024)) for m in (4, 16)]
-    assert decide(rows, shaped(8, 1024)).source == "interpolated"
-    assert decide(rows, shaped(8, 2048)).source == "library"

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tunedcomm import settings
@@ -77,55 +75,23 @@ def test_the_log_of_misses_is_a_file_or_a_switch(
     assert settings.miss_log() == expected
 
 
-def test_empty_means_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNEDCOMM_PEER_TIMEOUT_S", " ")
-    monkeypatch.setenv("TUNEDCOMM_DB", "")
-    assert settings.peer_timeout_s() == 60.0
-    assert settings.db_url() is None
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", ()),
-        ("/a.db", ("/a.db",)),
-        (f"/a.db{os.pathsep}/b.db", ("/a.db", "/b.db")),
-        (f"/a.db{os.pathsep}", ("/a.db",)),
-        ("postgresql+psycopg://host:5432/name", ("postgresql+psycopg://host:5432/name",)),
-        ("/a.db; postgresql://u:p@host:5432/name", ("/a.db", "postgresql://u:p@host:5432/name")),
-    ],
-)
-def test_site_databases(monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[str, ...]) -> None:
-    monkeypatch.setenv("TUNEDCOMM_DB_PATH", text)
-    assert settings.db_path() == expected
-
-
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
         ("TUNEDCOMM_DB_NETWORK", "nfs", settings.db_network),
-        ("TUNEDCOMM_DB_PATIENCE_S", "-1", settings.db_patience_s),
         ("TUNEDCOMM_DB_PATIENCE_S", "ages", settings.db_patience_s),
         ("TUNEDCOMM_CHECK", "often", settings.check),
-        ("TUNEDCOMM_CHECK", "-1", settings.check),
         ("TUNEDCOMM_CHECK", "3,library", settings.check),
         ("TUNEDCOMM_DEBUG", "2", settings.debug),
         ("TUNEDCOMM_MODE", "fast", settings.mode),
         ("TUNEDCOMM_NAN_CHECK", "maybe", settings.nan_check),
         ("TUNEDCOMM_NODE_OF_RANK", "0,,1", settings.node_of_rank),
-        ("TUNEDCOMM_NODE_OF_RANK", "0,-1", settings.node_of_rank),
         ("TUNEDCOMM_LOG", "loud", settings.log_level),
-        ("TUNEDCOMM_PEER_TIMEOUT_S", "soon", settings.peer_timeout_s),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "0", settings.peer_timeout_s),
-        ("TUNEDCOMM_PEER_TIMEOUT_S", "-1", settings.peer_timeout_s),
-        ("TUNEDCOMM_PEER_TIMEOUT_S", "1e10", settings.peer_timeout_s),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "1000000001", settings.peer_timeout_s),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "nan", settings.peer_timeout_s),
-        ("TUNEDCOMM_PEER_TIMEOUT_S", "inf", settings.peer_timeout_s),
         ("TUNEDCOMM_WORKSPACE_MIB", "0", settings.workspace_bytes),
-        ("TUNEDCOMM_WORKSPACE_MIB", "1.5", settings.workspace_bytes),
         ("TUNEDCOMM_WORKSPACE_MIB", "65537", settings.workspace_bytes),
-        ("TUNEDCOMM_WORKSPACE_MIB", "²", settings.workspace_bytes),
     ],
 )
 def test_bad_value_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, read: object) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import html
 import json
-import re
 import shutil
 import sqlite3
 from dataclasses import replace
@@ -19,14 +16,11 @@ from report_samples import stored_trials
 from sqlalchemy import Text
 from typer.testing import CliRunner
 
-from tunedcomm.bench.csv import NEEDED
 from tunedcomm.cli import main
-from tunedcomm.db.layers import named_layers
 from tunedcomm.db.schema import Base
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
-from tunedcomm.report import data, page
 from tunedcomm.spec import Candidate, Problem, parse_shape
 
 COLUMNS = {
@@ -40,10 +34,7 @@ ALONE = [{table: [name]} for table, names in COLUMNS.items() for name in names i
 SPOILT = ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\x7f", "\x08", "\r", "\u202e", "<b>", "&lt;", "$x$"]
 HOSTILE = st.permutations(SPOILT).map("".join)
 EXAMPLES = settings(
-    max_examples=1 if QUICK else 3,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    max_examples=1 if QUICK else 3, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 
 
@@ -135,7 +126,9 @@ def named(columns: dict[str, list[str]]) -> str:
     return " ".join(f"{table}.{','.join(names)}" for table, names in columns.items())
 
 
-@pytest.mark.parametrize("columns", [FREE, *some(ALONE, 4)], ids=named)
+@pytest.mark.parametrize(
+    "columns", [FREE, *(pytest.param(one, marks=pytest.mark.slow) for one in some(ALONE, 4))], ids=named
+)
 def test_no_command_passes_a_stored_escape_on(
     columns: dict[str, list[str]],
     sound: Path,
@@ -159,51 +152,3 @@ def test_no_command_passes_a_stored_escape_on(
                 assert not obeyed(said), (command, said)
 
     check()
-
-
-def drawn(stored: Path, table: Path | None = None) -> str:
-    return page.render(data.gather(named_layers(str(stored)), [] if table is None else [table]))
-
-
-@pytest.mark.parametrize("columns", [FREE, {"variant": ["name"]}, {"problem": ["layout"]}], ids=named)
-def test_a_report_shows_stored_text_as_text(
-    columns: dict[str, list[str]],
-    sound: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
-
-    @EXAMPLES
-    @given(text=HOSTILE)
-    def check(text: str) -> None:
-        folder = tmp_path_factory.mktemp("spoilt")
-        path = Path(shutil.copy(sound, folder / "spoilt.db"))
-        spoil(path, columns, f"<i>{text}")
-        table = folder / "bench.csv"
-        with table.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*NEEDED, "config", "gpu"])
-            for shape in (512, 1024):
-                row = ["all_reduce", shape, 2 * shape, "bfloat16", 4, "graph", f"<i>{text}", 5.0, f"<i>{text}", text]
-                writer.writerow(row)
-        shown = drawn(path, table)
-        assert not obeyed(shown)
-        assert "<i>" not in shown, "a tag of a stored text"
-        figures = [json.loads(found) for found in re.findall(r'application/json">(.*?)</script>', shown)]
-        assert figures
-        labels = [one for figure in figures for one in texts(figure)]
-        assert not [one for one in labels if obeyed(one)]
-        assert not [one for one in labels if "<i>" in one], "plotly takes it for markup"
-        keys = set(re.findall(r'data-name="(.*?)"', shown))
-        names = {trace["name"] for figure in figures for trace in figure["data"] if trace.get("showlegend")}
-        assert {html.unescape(key) for key in keys} == names, "a button of the key finds no line"
-
-    check()
-
-
-def texts(value: object) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [one for member in members for one in texts(member)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -123,7 +122,13 @@ def test_rounds_change_the_order_of_contenders_behind_a_barrier() -> None:
     assert "".join(seen) == "|bb|aa|cc"
 
 
-@pytest.mark.parametrize("count", range(1, 9))
+def test_launches_a_round_take_about_a_millisecond() -> None:
+    """From µs."""
+    for us in (12.0, 50.0, 95.0):
+        assert measure.calls_for(us) * us == pytest.approx(1000, rel=0.06)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_everyone_is_at_each_place_and_behind_each_other_equally_often(count: int) -> None:
     orders = [measure.order_of_round(number, count) for number in range(2 * count)]
     assert [order[0] for order in orders] == [*range(count)] * 2
@@ -133,26 +138,3 @@ def test_everyone_is_at_each_place_and_behind_each_other_equally_often(count: in
     behind = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert behind == dict.fromkeys(itertools.permutations(range(count), 2), 2)
     assert measure.order_of_round(2 * count, count) == orders[0]
-
-
-def test_units_of_the_real_clock() -> None:
-    """Sleeps end late on a busy machine, but not all of them, and never early."""
-    contenders = [
-        measure.contend(lambda i, o, s, ms=ms: time.sleep(ms / 1e3), (), (), calls=4, graph=True, stream=None)  # type: ignore[misc]
-        for ms in (2, 20)
-    ]
-    short, long = measure.take_rounds(lambda: time.sleep(0.05), contenders, 5, None)
-    assert 2_000 <= min(short) < 10_000
-    assert 20_000 <= min(long) < 40_000
-    assert min(long) > 2 * min(short)
-
-
-def test_launches_a_round_take_about_a_millisecond() -> None:
-    """From µs."""
-    for us in (12.0, 50.0, 95.0):
-        assert measure.calls_for(us) * us == pytest.approx(1000, rel=0.06)
-
-
-def test_a_summary_keeps_the_unit() -> None:
-    latency = measure.summarise([[3.0] * 9, [7.5] * 9])
-    assert (latency.p10_us, latency.p50_us, latency.p90_us, latency.samples) == (7.5, 7.5, 7.5, 9)

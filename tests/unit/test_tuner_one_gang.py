@@ -6,18 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from search_samples import (
-    HERE,
-    LIMITS,
-    OP,
-    SETTINGS,
-    Job,
-    cost_us,
-    job_of,
-    knowledge_of,
-    problem_of,
-    registered,
-)
+from search_samples import HERE, LIMITS, OP, SETTINGS, Job, cost_us, job_of, knowledge_of, problem_of, registered
 
 from tunedcomm.db.records import Trial
 from tunedcomm.errors import TuningError
@@ -101,22 +90,6 @@ def test_coordinator_starts_every_search_with_the_library_and_checks_fully_once(
         seen.add(command.candidate)
 
 
-def test_coordinator_that_ran_through_has_nothing_left_to_do() -> None:
-    job = job_of(problem_of(256), problem_of(4096), trials=12)
-    first = Machine(job)
-    first.run()
-    second = Machine(replace(job, stored=first.known()))
-    assert second.run() == "done"
-    assert second.commands == []
-
-
-def test_variant_without_feasible_config_is_reported_once_with_its_reason() -> None:
-    machine = Machine(job_of(problem_of(256), trials=3))
-    machine.run()
-    rows = [row for row in machine.known() if row.status == "infeasible"]
-    assert [(row.candidate.variant, row.reason) for row in rows] == [("absent", "not here")]
-
-
 def test_budget_is_shared_and_keeps_time_for_finals() -> None:
     problems = tuple(problem_of(n) for n in (256, 1024, 4096, 8192))
     machine = Machine(replace(job_of(*problems, trials=50), seconds_left=40.0), seconds_a_trial=1.0)
@@ -125,13 +98,6 @@ def test_budget_is_shared_and_keeps_time_for_finals() -> None:
     assert min(searched) >= 7
     assert sum(searched) <= 36
     assert machine.asked(problems[0], final=True)
-
-
-def test_budget_that_is_gone_still_measures_the_library_once_a_problem() -> None:
-    problems = (problem_of(256), problem_of(4096))
-    machine = Machine(replace(job_of(*problems), seconds_left=0.0), seconds_a_trial=1.0)
-    assert machine.run() == "budget"
-    assert [c.candidate for c in machine.commands] == [Candidate.of(OP, "library", {})] * 2
 
 
 def test_dropped_variants_are_left_alone() -> None:

@@ -19,10 +19,9 @@ from tunedcomm.db.records import Trial
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang.process import GangProcess, Loss, gang_environment, loss_by_exit, process_start
-from tunedcomm.tuner.gang.protocol import Command, Settings, TrialResult
-from tunedcomm.tuner.search.sweep import SweepCounters, summarise_problem
+from tunedcomm.tuner.gang.protocol import Command, Settings
+from tunedcomm.tuner.search.sweep import summarise_problem
 
-RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 HERE = Environment("gpu", 1, 0, 0, "host", 0, False, 1, "", "", "2.9", "", "", "1")
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
 SETTINGS = Settings(backend="host", world_size=2, trials=8, variants=("one_shot",), plugins=("planted",))
@@ -102,17 +101,6 @@ def test_death_is_blamed_on_its_root_cause(exits: list[tuple[int, int]], reason:
     assert loss_by_exit(dict(exits), "rank 1: ValueError: planted") == Loss("crashed", reason, killed)
 
 
-def test_death_of_ranks_that_cannot_speak_quotes_the_end_of_their_output() -> None:
-    settings = replace(SETTINGS, stand_in=("no_such_module",))
-    with selectors.DefaultSelector() as selector:
-        gang = GangProcess(0, settings, selector)
-        while (loss := gang.loss()) is None:
-            time.sleep(0.02)
-        gang.finish()
-    assert loss.reason.startswith("rank 0 ended with exit code 1; ")
-    assert loss.reason.endswith("No module named no_such_module")
-
-
 def test_gang_does_not_inherit_the_supervisors_place_in_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
@@ -151,69 +139,6 @@ def test_child_dies_with_its_parent_and_at_once_if_it_is_gone() -> None:
     assert orphan.returncode == 1
 
 
-COMPILE = """
-from triton.backends.compiler import GPUTarget
-from tunedcomm import kernels
-from tunedcomm.kernels.common import launch
-from tunedcomm.spec import Problem, get_variant
-from tunedcomm.tuner.measure.trial import CompileCount
-kernels.discover()
-variant = get_variant("all_reduce", "one_shot")
-problem = Problem("all_reduce", (4096,), "bfloat16", 2)
-request = next(iter(variant.compile_requests(problem, next(variant.space.enumerate()))))
-heard = []
-launch.importlib.import_module("triton").knobs.compilation.listener = lambda **told: heard.append(told["cache_hit"])
-count, numbers = CompileCount(), []
-for _ in range(2):
-    for _ in range(2):
-        launch.compile_request(request, GPUTarget("cuda", 90, 32))
-        numbers.append(count.num_compiled)
-    launch._compile.cache_clear()  # what a new process finds: Triton's cache alone
-print(numbers, heard)
-"""
-
-
-def test_compilations_that_the_cache_did_not_spare_are_counted(tmp_path: Path) -> None:
-    environment = {**path_of_modules(), "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "[1, 1, 1, 1] [False, True]\n"
-
-
-def outcome_of(*, bind_s: float = 0.0, compiled: int = 0, status: str = "ok") -> TrialResult:
-    return TrialResult(status=status, bind_s=bind_s, compiled=compiled)
-
-
-def test_counters_measures_binding_once_the_sweep_is_warm() -> None:
-    counters = SweepCounters()
-    for second in range(1, 31):
-        counters.pass_time(second, 2)
-    counters.bound(outcome_of(bind_s=9.0, compiled=3), 20.0)
-    assert (counters.num_compiled, counters.bind_share) == (1, None)
-    for second in range(31, 51):
-        counters.pass_time(second, 2)
-    counters.bound(outcome_of(bind_s=3.0, compiled=1), 40.0)
-    counters.bound(outcome_of(bind_s=1.0), 41.0)
-    assert (counters.num_compiled, counters.bind_share, counters.compile_share) == (2, 4.0 / 40.0, 3.0 / 40.0)
-
-
-def test_counters_estimates_from_the_problems_that_were_searched() -> None:
-    other = replace(PROBLEM, shape=(1024,))
-    counters = SweepCounters()
-
-    def row(problem: Problem, status: str = "ok") -> Trial:
-        return record("library", 1.0, status, problem=problem)
-
-    assert counters.estimate_s([], 5, 0, 1.0) is None
-    counters.add(row(PROBLEM, "infeasible"), 1.0)
-    for second in range(10):
-        counters.add(row(PROBLEM, "hung" if second == 3 else "ok"), 10.0 + second)
-    assert (counters.trials, dict(counters.failures)) == (10, {"hung": 1})
-    assert counters.estimate_s([], 5, 1, 20.0) is None
-    assert counters.estimate_s([PROBLEM], 5, 2, 20.0) == 25.0
-    assert counters.estimate_s([PROBLEM, other], 5, 0, 20.0) == 5.0
-
-
 def record(variant: str, us: float | None, status: str = "ok", **changes: Any) -> Trial:
     values: dict[str, Any] = {
         "problem": PROBLEM,
@@ -222,12 +147,7 @@ def record(variant: str, us: float | None, status: str = "ok", **changes: Any) -
         "created_at": datetime(2026, 1, 1, tzinfo=timezone.utc),
     }
     return Trial(
-        environment=HERE,
-        variant=variant,
-        source_hash="a",
-        status=status,
-        latency_p50_us=us,
-        **{**values, **changes},
+        environment=HERE, variant=variant, source_hash="a", status=status, latency_p50_us=us, **{**values, **changes}
     )
 
 
@@ -246,15 +166,3 @@ def test_summary_prefers_finals_and_the_interleaved_baseline() -> None:
     assert result.speedup == 3.0
     assert result.failures == {"hung": 1}
     assert result.num_trials == 3
-
-
-def test_summary_tells_a_library_that_failed_at_last() -> None:
-    good, wrong = record("library", 10.0), record("library", None, "crashed", reason="x")
-    assert summarise_problem(PROBLEM, [wrong, good], good.candidate).library_failure is None
-    found = summarise_problem(PROBLEM, [good, wrong], None)
-    assert (found.library_failure, found.best) == (wrong, None)
-
-
-def test_summary_of_nothing_has_no_winner() -> None:
-    result = summarise_problem(PROBLEM, [record("lamport", None, "crashed", reason="x")], None)
-    assert (result.best, result.speedup, result.failures) == (None, None, {"crashed": 1})

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from replay import read_recording, stand_in
 
 from tunedcomm import kernels
-from tunedcomm.db.store import Database
-from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.errors import TuningError, UnknownNameError
 from tunedcomm.spec import Problem
 from tunedcomm.tuner.gang.process import gang_environment
 from tunedcomm.tuner.gang.protocol import Settings
 from tunedcomm.tuner.search import sweep as plan
-from tunedcomm.tuner.search.sweep import SweepSpec, gang_devices, resolve, sweep
+from tunedcomm.tuner.search.sweep import SweepSpec, gang_devices, resolve
 
-RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
 SETTINGS = Settings(backend="host", world_size=2, trials=8)
 
@@ -48,13 +43,6 @@ def test_product_of_options_and_overrides() -> None:
     problems, settings = resolve(spec)
     assert len(set(problems)) == 8
     assert (settings.trials, settings.peer_timeout_s, settings.world_size) == (5, 3.0, 3)
-
-
-def test_a_problem_that_is_named_twice_is_one() -> None:
-    kernels.discover()
-    spec = SweepSpec(op="all_reduce", backend="host", shapes=((64,), (64,)), dtypes=("float32", "float32"))
-    assert [str(problem) for problem in resolve(spec)[0]] == ["all_reduce 64 float32 world_size=2 eager"]
-    assert resolve(replace(spec, problems=(PROBLEM, PROBLEM)))[0] == (PROBLEM,)
 
 
 @pytest.mark.parametrize(
@@ -92,18 +80,6 @@ def test_auto_fills_the_machine_with_gangs(
     assert (settings.backend, settings.gangs) == ("cuda", expected)
 
 
-def test_host_has_one_gang_unless_told_otherwise() -> None:
-    kernels.discover()
-    assert [resolve(SweepSpec(op="all_reduce", backend="host", gangs=n))[1].gangs for n in (None, 3)] == [1, 3]
-
-
-def test_more_gangs_than_fit_are_refused_with_how_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.discover()
-    monkeypatch.setattr(plan, "num_gpu_ranks", lambda: 5)
-    with pytest.raises(TuningError, match=r"3 gangs of 2 ranks need 6 GPUs .* has 5 usable ones: at most 2 fit"):
-        resolve(SweepSpec(op="all_reduce", world_size=2, gangs=3))
-
-
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
@@ -136,46 +112,3 @@ def test_one_gang_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, expected in (("", "0"), ("5", "5")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gang_devices(found[0]) == [expected]
-
-
-def test_a_stand_in_needs_no_machine() -> None:
-    kernels.discover()
-    spec = SweepSpec(op="all_reduce", shapes=((1 << 15,),), world_size=4, stand_in=stand_in(RECORDING, 0.5))
-    problems, settings = resolve(spec)
-    assert [str(problem) for problem in problems] == ["all_reduce 32768 bfloat16 world_size=4 graph"]
-    assert (settings.backend, settings.world_size, settings.gangs) == ("cuda", 4, 1)
-    assert settings.stand_in == ("replay", str(RECORDING), "0.5")
-
-
-def test_the_summary_leaves_out_kernels_that_have_changed_since(tmp_path: Path) -> None:
-    kernels.discover()
-    like = next(r for r in read_recording(RECORDING) if r.problem.shape == (1 << 15,) and r.variant == "lamport")
-    faster = {"status": "ok", "reason": "", "latency_p10_us": None, "latency_p50_us": 0.5, "latency_p90_us": None}
-    # A config that the sweep does not try.
-    config = {**like.config, "num_blocks": 1}
-    before = replace(like, source_hash="before", final=True, config=config, **faster)
-    spec = SweepSpec(
-        op="all_reduce", problems=(like.problem,), stand_in=stand_in(RECORDING), trials=2, variants=("lamport",)
-    )
-    with Database.open(tmp_path / "tuned.db", create=True) as database:
-        database.record([before])
-        (result,) = sweep(spec, database).problems
-    assert result.best is not None
-    assert result.best.source_hash == source_hash_of("all_reduce", result.best.variant)
-    assert result.num_trials == 2
-
-
-def test_fp8_is_tuned_with_scales_and_shapes_that_ranks_share() -> None:
-    kernels.discover()
-
-    def expand(**changes: Any) -> list[tuple[str, str]]:
-        spec = SweepSpec(**{"op": "gemm_rs", "shapes": ((64, 32, 32),), "backend": "host", **changes})
-        return [(problem.dtype, problem.scaling) for problem in resolve(spec)[0]]
-
-    assert expand(dtypes=("bfloat16", "float8_e4m3fn")) == [("bfloat16", ""), ("float8_e4m3fn", "rowwise")]
-    both = expand(dtypes=("float8_e4m3fn",), scalings=("tensorwise", "rowwise"))
-    assert both == [("float8_e4m3fn", "tensorwise"), ("float8_e4m3fn", "rowwise")]
-    with pytest.raises(ValueError, match="gemm_rs of bfloat16 has no scaling 'rowwise'; allowed: none"):
-        expand(dtypes=("bfloat16",), scalings=("rowwise",))
-    with pytest.raises(ValueError, match="M = 65 of gemm_rs is no multiple of 2 ranks"):
-        expand(shapes=((65, 32, 32),))

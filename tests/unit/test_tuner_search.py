@@ -7,19 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from search_samples import (
-    HERE,
-    LIMITS,
-    OP,
-    Job,
-    cost_us,
-    job_of,
-    knowledge_of,
-    problem_of,
-    registered,
-    stored,
-    wide,
-)
+from search_samples import HERE, LIMITS, OP, Job, cost_us, job_of, knowledge_of, problem_of, registered, stored, wide
 
 from tunedcomm import spec
 from tunedcomm.db.store import Database
@@ -29,7 +17,7 @@ from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.gang.protocol import Latency, TrialResult
 from tunedcomm.tuner.gang.supervisor import Supervisor
 from tunedcomm.tuner.search.coordinator import Coordinator
-from tunedcomm.tuner.search.study import Search, default_candidates, families, interleave, search_space
+from tunedcomm.tuner.search.study import Search, default_candidates, interleave, search_space
 from tunedcomm.tuner.search.sweep import SweepSpec, hash_if_known, load_variants, resolve, sweep
 
 
@@ -78,18 +66,6 @@ def test_same_seed_and_latencies_give_the_same_candidates() -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_failed_candidates_do_not_end_a_search() -> None:
-    problem = problem_of(8192)
-    asked = run_search(search_of(job_of(problem, trials=30), problem), lambda c: None if c.variant == "wide" else 9.0)
-    assert len(asked) == len(set(asked)) == 30
-
-
-def test_patience_ends_a_search_whose_best_stands() -> None:
-    problem = problem_of(8192)
-    asked = run_search(search_of(job_of(problem, trials=70, patience=8), problem), lambda candidate: 7.0)
-    assert 8 <= len(asked) < 20
-
-
 @pytest.mark.parametrize("cut", [1, 6, 20, 29, 30])
 def test_settled_candidates_count_and_the_search_goes_on_as_it_would_have(cut: int) -> None:
     problem = problem_of(8192)
@@ -114,29 +90,6 @@ def test_interleave_takes_one_of_each_variant_in_turn() -> None:
     turns = interleave(search_space(problem_of(), LIMITS, job.settings))
     assert {c.variant for c in turns[:4]} == {"library", "small", "wide", "loose"}
     assert len(turns) == len(search_space(problem_of(), LIMITS, job.settings))
-
-
-def test_only_current_rows_of_this_environment_are_settled() -> None:
-    problem = problem_of()
-    other = replace(HERE, torch="2.8")
-    known = (
-        stored(problem, wide(1, 1)),
-        stored(problem, wide(2, 1), source_hash="v0"),
-        stored(problem, wide(4, 1), environment=other),
-        stored(problem, wide(8, 1), "hung"),
-    )
-    job = job_of(problem, known=known)
-    assert knowledge_of(job).settled(problem) == {wide(1, 1): cost_us(wide(1, 1)), wide(8, 1): None}
-    # What other software measured, or an older kernel, is worth trying first.
-    assert set(knowledge_of(job).proposals(problem, 3, ())) == {wide(2, 1), wide(4, 1)}
-
-
-def test_other_hardware_proposes_nothing() -> None:
-    problem = problem_of()
-    other = replace(HERE, gpu="another")
-    known = (stored(problem, wide(4, 1), environment=other),)
-    job = job_of(problem, known=known)
-    assert knowledge_of(job).proposals(problem, 3, ()) == []
 
 
 def test_retry_settles_a_failure_only_once_it_was_tried_again() -> None:
@@ -166,23 +119,6 @@ def test_reach_is_judged_within_what_a_class_promises() -> None:
     assert set(knowledge.finalists([problem], 2)) == {loose, wide(1, 1)}
 
 
-def test_the_most_frugal_are_the_fastest_of_those_that_take_few_sms() -> None:
-    problem = problem_of(4096)
-    known = [stored(problem, wide(blocks, 4)) for blocks in (1, 2, 8, 32, 64)]
-    known += [stored(problem, wide(16, 4), "pruned"), stored(problem, wide(4, 4), "incorrect")]
-    frugal = knowledge_of(job_of(problem, known=tuple(known))).best_per_sm_limit(problem)
-    assert wide(4, 4) not in frugal
-    assert wide(64, 4) not in frugal, "slower than with 16"
-    for limit in (1, 2, 4, 8, 16, 32, 64):
-        ran = [wide(b, 4) for b in (1, 2, 8, 16, 32, 64) if b <= limit]
-        assert min(ran, key=lambda c: (cost_us(c), str(c))) in frugal, limit
-
-
-def test_families_keep_modes_apart() -> None:
-    graph, eager = problem_of(64), problem_of(64, mode="eager")
-    assert families((problem_of(128), eager, graph)) == [[graph, problem_of(128)], [eager]]
-
-
 def begin_searches(*problems: Problem) -> None:
     job = job_of(*problems, trials=1, finals=False)
     coordinator = Coordinator(problems, job.settings, source_hash=lambda op, variant: "v1")
@@ -198,11 +134,6 @@ def test_default_outside_of_its_space_is_warned_of_once(caplog: pytest.LogCaptur
     (record,) = caplog.records
     for part in ("search_op.small", "chunks=3", "[1, 2, 4]"):
         assert part in record.message
-
-
-def test_defaults_within_their_spaces_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    begin_searches(problem_of())
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("is_finished", [True, False])

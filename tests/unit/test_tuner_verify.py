@@ -15,7 +15,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.errors import TuningError
-from tunedcomm.spec import Candidate, candidates, check_candidate
+from tunedcomm.spec import Candidate, check_candidate
 from tunedcomm.tuner.search.sweep import Progress
 from tunedcomm.tuner.verify import Verified, VerifyOutcome, VerifySpec, verify
 
@@ -114,23 +114,6 @@ def test_every_kind_of_drift_is_flagged(path: Path, tmp_path: Path, winners: dic
         assert decide(problem_of(size), snapshot, limits).candidate != winners[size]
 
 
-def test_tolerance_decides(path: Path, tmp_path: Path, winners: dict[int, Candidate]) -> None:
-    change = {(SIZES[0], winners[SIZES[0]]): slower(1.3)}
-    verdicts = [by_size(run(path, tmp_path, change, tolerance=t, store=False))[SIZES[0]].verdict for t in (0.2, 0.4)]
-    assert verdicts == ["drifted", "ok"]
-
-
-def test_runner_up_that_is_faster_now_is_said(path: Path, tmp_path: Path, winners: dict[int, Candidate]) -> None:
-    stored = known(path)[problem_of(SIZES[3])][0]
-    assert stored.runner_up is not None
-    outcome = run(path, tmp_path, {(SIZES[3], stored.runner_up): slower(0.5)}, store=False)
-    found = by_size(outcome)[SIZES[3]]
-    assert found.verdict == "ok"
-    assert found.faster is not None
-    assert found.faster.candidate == stored.runner_up
-    assert not outcome.wrong
-
-
 def all_won_by(candidate: Candidate, sizes: tuple[int, ...], path: Path) -> None:
     now = datetime.now(timezone.utc)
     with Database.open(path) as database:
@@ -150,22 +133,6 @@ def test_winner_that_hangs_is_found_out_at_every_size_that_it_wins(path: Path, t
     snapshot = load_snapshot(here(), 4, layers=[Layer("user", str(path))], strict=True)
     for size in won:
         assert decide(problem_of(size), snapshot, limits_for(here(), 4)).candidate != common
-
-
-def test_variant_that_cost_too_many_gangs_is_left_alone_and_that_is_said(path: Path, tmp_path: Path) -> None:
-    """By its name, whatever its config."""
-    limits, won = limits_for(here(), 4), SIZES[:4]
-    of_size = {n: [c for c in candidates(problem_of(n), limits) if c.variant == "two_shot"] for n in SIZES}
-    for size in won:
-        all_won_by(of_size[size][0], (size,), path)
-    crash = failing("crashed", "planted")
-    crashes = [crash(replace(recorded()[0], **at(c, size))) for size in SIZES for c in of_size[size]]
-    outcome = run(path, tmp_path, extra=crashes)
-    found = by_size(outcome)
-    verdicts = [found[size].verdict for size in won]
-    assert (verdicts[0], verdicts[-1], set(verdicts)) == ("failed", "unmeasured", {"failed", "unmeasured"})
-    assert f"two_shot had cost 3 gangs: crashed at {problem_of(won[0])}" in found[won[3]].why
-    assert outcome.num_gangs == 7  # two for each crash
 
 
 def test_other_software_is_healed(path: Path, tmp_path: Path, winners: dict[int, Candidate]) -> None:
@@ -194,43 +161,12 @@ def test_other_software_is_healed(path: Path, tmp_path: Path, winners: dict[int,
     assert can_run <= timed
 
 
-def test_nothing_is_stored_unless_asked_for(path: Path, tmp_path: Path) -> None:
-    with Database.open(path) as database:
-        before = database.stats()
-    outcome = run(path, tmp_path, store=False)
-    assert outcome.run_id is None
-    assert outcome.num_trials > 0
-    with Database.open(path) as database:
-        assert database.stats() == before
-
-
-def test_limit_takes_what_is_most_in_doubt(path: Path, tmp_path: Path) -> None:
-    run(path, tmp_path)
-    # All were just timed; the two of the largest sizes are made to look old.
-    with Database.open(path) as database, database._engine.begin() as connection:
-        connection.exec_driver_sql(
-            "DELETE FROM trial WHERE run_id IS NOT NULL AND problem_id IN (SELECT id FROM problem WHERE shape IN "
-            "('8388608', '33554432'))"
-        )
-    outcome = run(path, tmp_path, limit=2)
-    assert set(by_size(outcome)) == {8388608, 33554432}
-    drifted = run(path, tmp_path, limit=1, environment=replace(here(), nccl="9.9.9"))
-    assert len(by_size(drifted)) == 1
-
-
 @pytest.mark.parametrize(
     "options", [{"ops": ("all_gather",)}, {"dtypes": ("float16",)}, {"modes": ("eager",)}], ids=str
 )
 def test_filters_leave_nothing(path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     outcome = run(path, tmp_path, **options)
     assert (outcome.results, outcome.num_trials, outcome.run_id) == ((), 0, None)
-
-
-def test_two_gangs_share_the_work(path: Path, tmp_path: Path) -> None:
-    alone, both = (run(path, tmp_path, store=False, gangs=n, replay_trial_s=0.01) for n in (1, 2))
-    assert both.num_gangs == 2
-    assert both.num_trials == alone.num_trials
-    assert {r.verdict for r in both.results} == {"ok"}
 
 
 def test_bad_options() -> None:

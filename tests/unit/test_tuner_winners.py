@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from verify_samples import SIZES, here, known, problem_of, recorded, tuned, tuned_copy
 
-from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, get_variant
 from tunedcomm.tuner.gang.protocol import Settings
 from tunedcomm.tuner.search.sweep import compile_ahead
-from tunedcomm.tuner.verify import candidates_to_measure, stored_winners
+from tunedcomm.tuner.verify import candidates_to_measure
 
 
 @pytest.fixture
@@ -77,15 +76,3 @@ def test_what_is_measured_is_compiled_ahead(path: Path) -> None:
     assert wanted <= set(submitted)
     everything: list[Any] = list(compile_ahead(Pool(), chosen, settings, limits, 90))  # type: ignore[arg-type]
     assert sum(everything) > sum(steps) > 0
-
-
-def test_changed_kernels_leave_no_winner(path: Path) -> None:
-    snapshot = load_snapshot(here(), 4, layers=[Layer("user", str(path))], strict=True)
-    assert stored_winners(snapshot, limits_for(here(), 4), lambda op, variant: "another") == {}
-
-
-def test_pins_are_not_what_is_verified(path: Path, winners: dict[int, Candidate]) -> None:
-    with Database.open(path) as database:
-        library = Candidate.of("all_reduce", "library", {})
-        database.pin(problem_of(SIZES[0]), library, environment=here(), reason="for now")
-    assert known(path)[problem_of(SIZES[0])][0].candidate == winners[SIZES[0]]

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from db_samples import H200, NUMERICS, OLDER, START, candidate, problem, trial
-from hypothesis import strategies as st
+from db_samples import H200, OLDER, problem, trial
 
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import Pin, Trial
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
-from tunedcomm.hardware import Environment
 from tunedcomm.selection.snapshot import Snapshot
 
 H100 = replace(H200, gpu="NVIDIA H100", num_links=16, fabric="nvswitch-16")
@@ -102,107 +99,6 @@ def lines_of(target: str | Path, path: Path) -> bytes:
     """All rows of a database, which do not depend on ids."""
     export_database([target], path, form="jsonl", everything=True, force=True)
     return path.read_bytes()
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a generated database holds; trials in the order in which they were measured."""
-
-    trials: tuple[Trial, ...]
-    pins: tuple[Pin, ...]
-    command: str
-
-
-def contents(*, start: int = 0) -> st.SearchStrategy[Content]:
-    """Small databases of a few problems, so that candidates meet; no two trials are made at the same moment.
-
-    Args:
-        start: seconds after which the first trial was made; sources of one variant follow each other in time.
-    """
-    return st.builds(
-        lambda drafts, pins, command: _content(drafts, pins, command, start),
-        st.lists(_drafts(), max_size=25),
-        st.lists(_pins(), max_size=3),
-        st.text("abc -'\"\\é\n", max_size=8),
-    )
-
-
-def _drafts() -> st.SearchStrategy[dict[str, Any]]:
-    latencies = st.floats(min_value=1e-3, max_value=1e6)
-    return st.fixed_dictionaries(
-        {
-            "message_bytes": st.sampled_from([1024, 4096, 65536]),
-            "world_size": st.sampled_from([2, 4]),
-            "environment": st.sampled_from([H200, OLDER, H100]),
-            "variant": st.sampled_from([name for name in NUMERICS if name != "library"]),
-            "status": st.sampled_from(["ok", "ok", "ok", "ok", "hung", "incorrect", "pruned", "infeasible"]),
-            "num_blocks": st.integers(1, 4),
-            "latency_us": latencies,
-            "baseline_us": st.none() | latencies,
-            "final": st.booleans(),
-            "samples": st.integers(0, 2**31 - 1),
-            "error": st.none() | st.floats(min_value=0, allow_nan=False),
-            "reason": st.text(max_size=5).filter(lambda text: "\x00" not in text and _is_whole(text)),
-            "late": st.booleans(),
-            "wait": st.integers(1, 10**9),
-        }
-    )
-
-
-def _is_whole(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _pins() -> st.SearchStrategy[tuple[int, Environment, int]]:
-    return st.tuples(st.sampled_from([1024, 4096]), st.sampled_from([H200, H100]), st.integers(1, 4))
-
-
-def _content(
-    drafts: Sequence[dict[str, Any]], pins: Sequence[tuple[int, Environment, int]], command: str, start: int
-) -> Content:
-    when, records = START + timedelta(seconds=start), []
-    # All of a former source before all of a later one.
-    for draft in sorted(drafts, key=lambda draft: draft["late"]):
-        when += timedelta(microseconds=draft["wait"])
-        is_ok = draft["status"] == "ok"
-        records.append(
-            trial(
-                draft["variant"],
-                draft["latency_us"] if is_ok else None,
-                problem=problem(draft["message_bytes"], world_size=draft["world_size"]),
-                environment=draft["environment"],
-                status=draft["status"],
-                config={"num_blocks": draft["num_blocks"]},
-                baseline_p50_us=draft["baseline_us"] if is_ok else None,
-                final=draft["final"] and is_ok,
-                source_hash="current" if draft["late"] else "former",
-                created_at=when,
-                **{name: draft[name] for name in ("samples", "error", "reason")},
-            )
-        )
-    pinned = {(size, environment.hard_key): (size, environment, blocks) for size, environment, blocks in pins}
-    return Content(
-        tuple(records),
-        tuple(
-            Pin(
-                problem=problem(size),
-                environment=environment,
-                candidate=candidate("two_shot", blocks),
-                reason=f"pin {number} after {start}",
-            )
-            for number, (size, environment, blocks) in enumerate(pinned.values())
-        ),
-        command,
-    )
-
-
-def write(path: Path, content: Content) -> Path:
-    """Make a database of it."""
-    store(path, content.trials, command=content.command)
-    with Database.open(path) as database:
-        for pin in content.pins:
-            database.pin(pin.problem, pin.candidate, environment=pin.environment, reason=pin.reason)
-    return path
 
 
 def digests(target: str | Path) -> dict[tuple[str, int], str]:
