@@ -95,7 +95,7 @@ def test_list_groups_by_environment(stored: str) -> None:
     assert "NVIDIA H200" in text
     assert "NVIDIA A100" in text
     line = next(line for line in text.splitlines() if "lamport" in line)
-    for part in ("98304", "192 KiB", "bfloat16", "graph", "num_blocks=8", "4.00", "14.00", "3.50x"):
+    for part in ("98304", "192 KiB", "bfloat16", "graph", "num_blocks=8", "4.00", "14.0", "3.50x"):
         assert part in line
 
 

@@ -71,7 +71,7 @@ def test_pin_is_stored_and_explained(path: Path) -> None:
     answer = json.loads(out)
     assert (answer["variant"], answer["config"], answer["database"]) == ("two_shot", config, str(path))
     _, out, _ = invoke("explain", *ASKED, *ON_H200)
-    assert "source        pin" in out
+    assert "it is pinned in the user layer" in out
     assert "pinned in the user layer: ticket 12" in out
 
 
@@ -80,7 +80,7 @@ def test_what_failed_is_not_pinned(path: Path, numel: int) -> None:
     """Not even at another size of its family; a pin that was made before is not followed."""
     asked = ("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "lamport")
     assert "it runs unchecked" in invoke(*asked)[2]
-    assert "source        pin" in invoke("explain", *ASKED, *ON_H200)[1]
+    assert "it is pinned in the user layer" in invoke("explain", *ASKED, *ON_H200)[1]
     there = replace(PROBLEM, shape=(numel,))
     failed = trial("lamport", None, config=default_of("lamport"), status="incorrect", problem=there)
     with Database.open(path) as database:
@@ -88,8 +88,8 @@ def test_what_failed_is_not_pinned(path: Path, numel: int) -> None:
     code, _, errors = invoke(*asked)
     assert code == 2
     assert f"was incorrect at {there}" in " ".join(errors.replace("│", " ").split())
-    out = invoke("explain", *ASKED, *ON_H200)[1]
-    assert "source        pin" not in out
+    out = invoke("explain", *ASKED, *ON_H200, "--all")[1]
+    assert "it is pinned in the user layer" not in out
     assert "pinned, but was incorrect" in " ".join(out.split())
 
 

@@ -51,7 +51,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def _first_rank() -> Any:
     """The part of a communicator that counters of missed problems ask."""
-    return SimpleNamespace(rank=0, environment=H200, limits=limits_for(H200, 4))
+    return SimpleNamespace(rank=0, environment=H200, limits=limits_for(H200, 4), noted=None)
 
 
 def _site(path: Path) -> str:

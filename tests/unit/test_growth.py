@@ -110,7 +110,7 @@ record = Trial(
 )
 with Database.open(database, create=True) as opened:
     opened.record([dataclasses.replace(record, variant="library", numerics="library", config={}, latency_p50_us=9.0)])
-found["explain_before"] = explain("all_reduce")
+found["explain_before"] = explain("all_reduce", "--all")
 with Database.open(database) as opened:
     opened.record([record])
 found["explain"] = explain("all_reduce")
