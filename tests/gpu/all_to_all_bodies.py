@@ -161,5 +161,38 @@ def uneven_body() -> dict[str, object]:
     return {"calls": calls}
 
 
+def nan_body() -> dict[str, object]:
+    """TUNEDCOMM_NAN_CHECK: eager calls raise at once, the NaN of a replay at the next call."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64):
+        x = torch.ones(world_size * 1001, device="cuda").to(dtype)
+        tunedcomm.all_to_all(x)
+        bad = x.float().clone()
+        bad[5:8] = float("nan")
+        try:
+            tunedcomm.all_to_all(bad.to(dtype))
+        except tunedcomm.NanInputError as error:
+            assert f"all_to_all: 3 NaN in the input of rank {rank}" in str(error)
+        else:
+            raise AssertionError("NaN must be found")
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            tunedcomm.all_to_all(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        tunedcomm.all_to_all(x)
+        x.copy_(bad)
+        graph.replay()
+        torch.cuda.synchronize()
+        try:
+            tunedcomm.all_reduce(torch.ones(8, device="cuda"))
+        except tunedcomm.NanInputError as error:
+            assert f"all_to_all: 3 NaN in the input of rank {rank}, in a captured graph" in str(error)
+        else:
+            raise AssertionError("NaN must be found")
+    return {}
+
+
 if __name__ == "__main__":
     bodies.main(sys.argv[1], globals())

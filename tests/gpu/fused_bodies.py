@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -170,6 +171,57 @@ def public_body() -> dict[str, object]:
     graph.replay()
     assert torch.isfinite(out).all()
     return {}
+
+
+def times_body() -> dict[str, object]:
+    """µs a call in graphs: the best of a sample of each variant's configs, to be printed."""
+    comm, shuffle = get_communicator(), random.Random(int(os.environ.get("SEED", "5")))
+    found: dict[str, object] = {}
+    count = int(os.environ.get("CONFIGS", "12"))
+    for tokens in (1, 8, 64, 128, 512, 2048):
+        problem = Problem(OP, (tokens, 8192), "bfloat16", comm.world_size, layout="residual")
+        inputs, _ = expected_of(problem, tokens)
+        for name in variants(OP):
+            variant = get_variant(OP, name)
+            feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, comm.limits) is None]
+            sample = [variant.default(problem, comm.limits), *shuffle.sample(feasible, min(count, len(feasible)))]
+            best = (float("inf"), "")
+            for config in sample:
+                with contextlib.suppress(tunedcomm.InfeasibleError):
+                    if check_candidate(problem, Candidate.of(OP, name, config), comm.limits):
+                        continue
+                    launch = comm.bind(problem, Candidate.of(OP, name, config))
+                    best = min(best, (_time(launch, inputs, poisoned(problem)), str(dict(config))))
+            found[f"{tokens} {name}"] = [round(best[0], 2), best[1]]
+            comm.check_peers()
+    return found
+
+
+def _time(
+    launch: object, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], calls: int = 30
+) -> float:
+    """µs a call of the slowest rank, median of replays."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        launch(inputs, outputs, stream())
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            for _ in range(calls):
+                launch(inputs, outputs, stream())
+        times = []
+        for _ in range(9):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            dist.all_reduce(torch.zeros(1, device="cuda"))
+            begin.record()
+            graph.replay()
+            end.record()
+            times.append((begin, end))
+        torch.cuda.synchronize()
+    mine = sorted(begin.elapsed_time(end) * 1e3 / calls for begin, end in times)[4]
+    slowest = torch.tensor([mine], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.item())
 
 
 if __name__ == "__main__":

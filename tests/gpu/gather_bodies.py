@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bodies import main, stream
+from bodies import main, miss, stream
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
@@ -16,7 +17,7 @@ from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.selection.snapshot import Pinned, Snapshot
 from tunedcomm.space import Config
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant, variants
 
 PACKETS, OTHERS = ("lamport", "pull", "push"), ("copy_engine", "multimem")
 WORDS = (SENTINEL.value, ESCAPE.value, 0x7FC01234, 0)
@@ -43,6 +44,11 @@ def payload(problem: Problem, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         parts.append(words.view(torch.uint8)[: problem.nbytes])
     dtype = getattr(torch, problem.dtype)
     return parts[dist.get_rank()].clone().view(dtype), torch.cat(parts)
+
+
+def feasible(comm: Communicator, problem: Problem, name: str) -> list[dict[str, object]]:
+    variant = get_variant("all_gather", name)
+    return [dict(c) for c in variant.space.enumerate() if variant.infeasible(problem, c, comm.limits) is None]
 
 
 def default_of(comm: Communicator, problem: Problem, name: str) -> Config | None:
@@ -82,6 +88,26 @@ def variants_body() -> dict[str, object]:
                     assert bool((behind == 0x5A).all()), "written behind the result"
                 checked += 1
     assert checked > 80, checked
+    return {"checked": checked}
+
+
+def configs_body() -> dict[str, object]:
+    """Points all over the spaces, exact bits."""
+    comm, shuffle, checked = get_communicator(), random.Random(3), 0
+    for numel in (4096, 262144, 5_000_000):
+        problem = gather(numel)
+        x, expected = payload(problem, numel)
+        for name in (*PACKETS, *OTHERS):
+            found = feasible(comm, problem, name)
+            for config in shuffle.sample(found, min(12, len(found))):
+                with contextlib.suppress(tunedcomm.InfeasibleError):
+                    launch = comm.bind(problem, Candidate.of("all_gather", name, config))
+                    out = result_like(problem)
+                    for _ in range(2):
+                        launch((x,), (out,), stream())
+                    assert torch.equal(bytes_of(out), expected), (name, config, numel)
+                    checked += 1
+    assert checked > 40, checked
     return {"checked": checked}
 
 
@@ -253,6 +279,64 @@ def progress_body() -> dict[str, object]:
             calls += 1
     get_communicator().check_peers()
     return {"calls": calls}
+
+
+def dispatch_body() -> dict[str, object]:
+    """The public call as users make it: any tensor, dimension and group, and first in a capture."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    base = torch.arange(64 * 130, device="cuda").view(64, 130)
+    for dtype in (torch.bfloat16, torch.float64, torch.int16, torch.bool, torch.complex64, torch.complex128):
+        every = [((base + r) % 97).to(dtype) for r in range(world_size)]
+        for view in (lambda t: t, lambda t: t.t(), lambda t: t[:, 1:], lambda t: t[3:, ::2], lambda t: t[:0]):
+            x = view(every[rank])
+            for dim in (0, 1, -1):
+                wanted = torch.cat([view(t) for t in every], dim)
+                assert torch.equal(tunedcomm.all_gather(x, dim=dim), wanted), (dtype, tuple(x.shape), dim)
+                out = torch.empty(*wanted.shape[:-1], 2 * wanted.shape[-1], dtype=dtype, device="cuda")[..., ::2]
+                assert tunedcomm.all_gather(x, dim=dim, out=out) is out
+                assert torch.equal(out, wanted), (dtype, dim)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        out = tunedcomm.all_gather(torch.full((1000,), float(rank), device="cuda"), group=pair)
+        assert out.sum().item() == 1000.0
+    fresh = torch.full((777,), float(rank), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # never called before: the library serves it
+        out = tunedcomm.all_gather(fresh)
+    graph.replay()
+    assert torch.equal(out, torch.arange(float(world_size), device="cuda").repeat_interleave(777))
+    return {}
+
+
+def lost_peer_body() -> dict[str, object]:
+    """One rank stops calling: the others give up within the bound, say for whom, and refuse further calls."""
+    waited = []
+    for variant in (name for name in (*PACKETS, "copy_engine") if name in variants("all_gather")):
+        for mode in ("eager", "graph"):
+            group, last = dist.new_group(), dist.get_world_size() - 1
+            x = torch.ones(2048, device="cuda")
+
+            def calls(group: dist.ProcessGroup = group, x: torch.Tensor = x) -> None:
+                for _ in range(3):
+                    tunedcomm.all_gather(x, group=group)
+
+            with tunedcomm.force("all_gather", variant):
+                calls()
+                run = calls
+                if mode == "graph":
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        calls()
+                    run = graph.replay
+                run()
+                torch.cuda.synchronize()
+                dist.barrier()
+                torch.cuda.synchronize()
+                if dist.get_rank() != last:
+                    said = f"all_gather .*{mode}.* missed rank {last} of the group of {last + 1}"
+                    waited.append(miss(run, x, group, said, call=tunedcomm.all_gather))
+            dist.barrier()
+    return {"waited": max(waited, default=0.0)}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import bodies
 import torch
 import torch.distributed as dist
-from bodies import same_bits, stream
+from bodies import miss, same_bits, stream
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
@@ -154,6 +155,26 @@ def chain_body() -> dict[str, object]:
     return {}
 
 
+def symmetric_body() -> dict[str, object]:
+    """Inputs that the peers read in place, overwritten at once after the call."""
+    comm = get_communicator()
+    for numel in (64, 5001, 3_000_000):
+        problem = Problem(OP, (numel,), "bfloat16", comm.world_size)
+        values, expected = expected_of(problem, numel)
+        whole = tunedcomm.symmetric_empty(numel * comm.world_size + 64, dtype=torch.bfloat16)
+        x = whole[64:]
+        for name in ("one_shot", "push"):
+            with tunedcomm.force(OP, name):
+                for _ in range(3):
+                    x.copy_(values)
+                    out = tunedcomm.reduce_scatter(x)
+                    x.fill_(float("nan"))
+                    assert same_bits(out, expected), (name, numel)
+        torch.cuda.synchronize()
+        dist.barrier()
+    return {}
+
+
 def dispatch_body() -> dict[str, object]:
     """The public call as users make it: any tensor and dimension, first in a capture, unusual strides and alignment."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -183,6 +204,69 @@ def dispatch_body() -> dict[str, object]:
     graph.replay()
     assert torch.equal(out, torch.full_like(out, float(total)))
     return {}
+
+
+def lost_peer_body() -> dict[str, object]:
+    """One rank stops calling: the others give up within the bound, say for whom, and refuse further calls."""
+    return {"waited": max(lose_peer(name, mode) for name in ordered() for mode in ("eager", "graph"))}
+
+
+def lose_peer(variant: str, mode: str) -> float:
+    """Seconds that a survivor waited; 0 on the lost rank."""
+    group, last = dist.new_group(), dist.get_world_size() - 1
+    x = torch.ones((1 << 18 if variant == LARGE else 2048) * dist.get_world_size(), device="cuda")
+
+    def calls() -> None:
+        for _ in range(3):
+            tunedcomm.reduce_scatter(x, group=group)
+
+    with tunedcomm.force(OP, variant):
+        calls()
+        run = calls
+        if mode == "graph":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                calls()
+            run = graph.replay
+        run()
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        waited = 0.0
+        if dist.get_rank() != last:
+            waited = miss(run, x, group, f"{OP} .*{mode}.* missed rank {last} of the group of {last + 1}")
+    dist.barrier()
+    return waited
+
+
+def times_body() -> dict[str, object]:
+    """µs a call in graphs of 20, default configs beside NCCL; for a look, not a measurement to keep."""
+    comm, found = get_communicator(), {}
+    for exponent in (12, 16, 20, 22, 24, 26):
+        problem = Problem(OP, (1 << (exponent - 1),), "bfloat16", comm.world_size)
+        (x,) = get_op(OP).make_inputs(problem, comm.rank, 1, "random", "cuda")
+        out = torch.empty(problem.numel, dtype=torch.bfloat16, device="cuda")
+        for name in variants(OP):
+            config = get_variant(OP, name).default(problem, comm.limits)
+            candidate = Candidate.of(OP, name, config)
+            if check_candidate(problem, candidate, comm.limits):
+                continue
+            launch, graph = comm.bind(problem, candidate), torch.cuda.CUDAGraph()
+            launch((x,), (out,), stream())
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                for _ in range(20):
+                    launch((x,), (out,), stream())
+            samples = []
+            for _ in range(7):
+                dist.barrier()
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                graph.replay()
+                torch.cuda.synchronize()
+                samples.append((time.perf_counter() - begin) / 20 * 1e6)
+            found[f"{1 << exponent} {name}"] = round(sorted(samples)[3], 2)
+    return {"us": found}
 
 
 if __name__ == "__main__":

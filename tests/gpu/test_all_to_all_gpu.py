@@ -17,6 +17,11 @@ def test_on_two(name: str) -> None:
     assert len(run(name, 2, bodies=BODIES)) == 2
 
 
+@pytest.mark.gpu(2)
+def test_nan_in_inputs_is_an_error() -> None:
+    assert len(run("nan", 2, bodies=BODIES, TUNEDCOMM_NAN_CHECK="1")) == 2
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.gpu(4)
 def test_on_four(name: str) -> None:

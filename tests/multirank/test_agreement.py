@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pwd
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tunedcomm import kernels
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.communicator import get_communicator, limits_for
+from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.symm.layout import LaneLayout
@@ -102,6 +104,11 @@ def one_rank_without(rank: int) -> None:
         assert (absent if without == 0 else there) in said
 
 
+def no_rank_has_any(rank: int) -> None:
+    with given("none.db", "neither.db"):
+        assert same_everywhere(rank, "library") == []
+
+
 def one_rank_with_a_corrupt_one(rank: int) -> None:
     for corrupt, variant in ((0, "library"), (1, "lamport")):
         names = ["lamport.db"] * WORLD_SIZE
@@ -113,6 +120,65 @@ def one_rank_with_a_corrupt_one(rank: int) -> None:
         different = [text for text in said if "see different tuning databases" in text]
         assert (len(left_out), len(different), len(said)) == ((1, 1, 2) if corrupt == 0 else (0, 1, 1)), said
         assert f"corrupt{corrupt}.db" in different[0]
+
+
+def every_rank_with_the_corrupt_one(rank: int) -> None:
+    with given("corrupt.db"):
+        (said,) = same_everywhere(rank, "library")
+    assert "0: tuning database left out (user)" in said
+    assert "corrupt.db is not a SQLite database" in said
+
+
+def a_corrupt_one_before_a_good_one(rank: int) -> None:
+    """The layers behind it still serve."""
+    with given("corrupt2.db", TUNEDCOMM_DB_PATH=path("two_shot.db")):
+        (said,) = same_everywhere(rank, "two_shot")
+    assert "left out (user)" in said
+
+
+@contextlib.contextmanager
+def without_home(here: bool) -> Iterator[None]:
+    """No HOME, and a user whom the system does not know, on the ranks for which `here` holds."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    before = pwd.getpwuid
+    names = {"HOME": path("home"), "XDG_DATA_HOME": None, "TUNEDCOMM_DB": None, "TUNEDCOMM_MISS_LOG": None}
+    if here:
+        pwd.getpwuid = unknown  # type: ignore[assignment]
+        names["HOME"] = None
+    try:
+        with settings(names):
+            yield
+    finally:
+        pwd.getpwuid = before
+
+
+def rank_0_without_a_home(rank: int) -> None:
+    with without_home(rank == 0):
+        said = same_everywhere(rank, "library")
+        assert len(said) == 1, said
+        assert said[0].startswith("0: user ")
+        assert "has no home directory" in said[0]
+        assert "Set HOME, or TUNEDCOMM_DB" in said[0]
+    assert not Path("~").exists()
+
+
+def another_rank_without_a_home(rank: int) -> None:
+    """Which that rank has no use for."""
+    with without_home(rank == 1), settings({"TUNEDCOMM_DB_PATH": path("lamport.db")}):
+        assert same_everywhere(rank, "lamport") == []
+
+
+def rank_0_without_a_home_that_others_have(rank: int) -> None:
+    """Two things to say, each said once."""
+    with settings({"TUNEDCOMM_DB": path("one_shot.db")}), without_home(rank == 0):
+        if rank != 0:
+            os.environ["TUNEDCOMM_DB"] = path("one_shot.db")
+        said = same_everywhere(rank, "library")
+    assert sum("has no home directory" in text for text in said) <= 1
+    assert sum(f"ranks 1, 2 have {path('one_shot.db')} as user database where rank 0 has none" in t for t in said) == 1
 
 
 # Borrowed rows
@@ -130,6 +196,14 @@ def borrowed_rows(rank: int) -> None:
         assert decision.why.startswith("borrowed from host-other")
     with settings({"TUNEDCOMM_DB": path("lent.db")}):
         assert same_everywhere(rank, "library") == []
+
+
+def ranks_that_borrow_differently(rank: int) -> None:
+    with settings({"TUNEDCOMM_BORROW": "host-other" if rank == 2 else None}):
+        with pytest.raises(
+            tunedcomm.AgreementError, match=r"borrow is \(\) on rank 0 and \('host-other',\) on rank 2; set the same"
+        ):
+            tunedcomm.all_reduce(torch.ones(5))
 
 
 # check_agreement
@@ -180,6 +254,13 @@ def plans_that_differ(rank: int) -> None:
     )
 
 
+def a_call_on_one_rank_alone(rank: int) -> None:
+    communicator = get_communicator()
+    if rank == 2:
+        communicator.plans["in place here"] = plan_for(communicator, problem(in_place=True), "default")
+    refused(rank, r"plan .*\(in place\) numerics=default is not there on rank 0 and 'library\(\)' on rank 2")
+
+
 def force_on_one_rank_alone(rank: int) -> None:
     get_communicator()
     with tunedcomm.force("all_reduce", "one_shot") if rank == 1 else contextlib.nullcontext():
@@ -195,6 +276,13 @@ def snapshots_that_differ(rank: int) -> None:
     if rank == 2:
         communicator.snapshot = dataclasses.replace(communicator.snapshot, notes=("planted",))
     refused(rank, r"snapshot digest is '\w{64}' on rank 0 and '\w{64}' on rank 2")
+
+
+def settings_that_differ(rank: int) -> None:
+    communicator = get_communicator()
+    if rank == 1:
+        communicator.settings = dataclasses.replace(communicator.settings, peer_timeout_s=7.0)
+    refused(rank, r"setting peer_timeout_s is 20\.0 on rank 0 and 7\.0 on rank 1")
 
 
 def only_rank_0_reads(rank: int) -> None:
@@ -217,12 +305,21 @@ def only_rank_0_reads(rank: int) -> None:
 CASES = {
     "each rank another": each_rank_another,
     "one rank without": one_rank_without,
+    "no rank has any": no_rank_has_any,
     "one rank with a corrupt one": one_rank_with_a_corrupt_one,
+    "every rank with the corrupt one": every_rank_with_the_corrupt_one,
+    "a corrupt one before a good one": a_corrupt_one_before_a_good_one,
+    "rank 0 without a home": rank_0_without_a_home,
+    "another rank without a home": another_rank_without_a_home,
+    "rank 0 without a home that others have": rank_0_without_a_home_that_others_have,
     "borrowed rows": borrowed_rows,
+    "ranks that borrow differently": ranks_that_borrow_differently,
     "in agreement": in_agreement,
     "plans that differ": plans_that_differ,
+    "a call on one rank alone": a_call_on_one_rank_alone,
     "force on one rank alone": force_on_one_rank_alone,
     "snapshots that differ": snapshots_that_differ,
+    "settings that differ": settings_that_differ,
     "only rank 0 reads": only_rank_0_reads,
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +54,16 @@ def complex_numbers(rank: int) -> None:
         tunedcomm.all_reduce(x)
     tunedcomm.all_reduce_(torch.view_as_real(x))
     assert torch.equal(x, torch.full((3,), 3 + 6j))
+
+
+def lazy_negation(rank: int) -> None:
+    x = torch.full((3,), 1 + 2j).conj().imag * 1
+    y = torch._neg_view(torch.full((3,), rank + 1.0))
+    assert y.is_neg()
+    assert torch.equal(tunedcomm.all_reduce(y, op="max"), torch.full((3,), -1.0))
+    assert torch.equal(tunedcomm.all_reduce(x), torch.full((3,), -4.0))
+    with tunedcomm.force("all_reduce", "lamport"):
+        assert torch.equal(tunedcomm.all_reduce(y), torch.full((3,), -3.0))
 
 
 def sparse(rank: int) -> None:
@@ -246,6 +257,7 @@ INPUT_CASES: dict[str, Case] = {
     "work objects": work_objects,
     "integer dtype": integers,
     "complex": complex_numbers,
+    "lazy negation": lazy_negation,
     "sparse": sparse,
     "requires_grad": requires_grad,
     "tensor of another device": other_device,
@@ -326,6 +338,10 @@ def call_with(rank: int, target: Path, warning: str) -> None:
     assert not (target.parent / f"own{rank}.db").exists(), "dispatch makes no database"
 
 
+def a_directory(folder: Path, rank: int) -> None:
+    call_with(rank, folder, "is a directory or special file")
+
+
 def unreadable(folder: Path, rank: int) -> None:
     file = folder / "unreadable.db"
     if rank == 0:
@@ -341,6 +357,25 @@ def corrupt(folder: Path, rank: int) -> None:
     if rank == 0:
         file.write_bytes(b"SQLite format 3\0" + b"\x55" * 9000)
     call_with(rank, file, "is damaged")
+
+
+def not_a_database(folder: Path, rank: int) -> None:
+    file = folder / "table.csv"
+    if rank == 0:
+        file.write_bytes(b"bytes,latency_us\n4096,2.9\n" * 300)
+    call_with(rank, file, "is not a SQLite database")
+
+
+def newer(folder: Path, rank: int) -> None:
+    from tunedcomm.db.store import Database
+
+    file = folder / "newer.db"
+    if rank == 0:
+        Database.open(file, create=True).close()
+        with sqlite3.connect(file) as connection:
+            connection.execute("UPDATE tunedcomm_version SET version_num = '0999'")
+        connection.close()
+    call_with(rank, file, "written by a newer tunedcomm")
 
 
 def missing(folder: Path, rank: int) -> None:
@@ -375,8 +410,11 @@ def unreadable_site_directory(folder: Path, rank: int) -> None:
 
 
 DATABASE_CASES: dict[str, Callable[[Path, int], None]] = {
+    "a directory": a_directory,
     "unreadable": unreadable,
     "corrupt": corrupt,
+    "not a database": not_a_database,
+    "written by a newer version": newer,
     "missing": missing,
     "unreadable site directory": unreadable_site_directory,
 }

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +25,13 @@ from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.kernels.common.host import REDUCED
 from tunedcomm.spec import Problem, get_op, get_variant
+from tunedcomm.symm import buffer, ring
 
 kernels.discover()
 VARIANTS = ("host_one_shot", "host_two_shot")
 ENVIRONMENT = {"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_DB": "/nonexistent/tuned.db", "TUNEDCOMM_MISS_LOG": "0"}
 STORM_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+LARGE = 9_000_000  # fp32 elements of a result whose pages the C library does not keep
 SIZES = (1, 7, 1000, 4099, 16384, 40001)
 FLOATS = ("bfloat16", "float16", "float32")
 
@@ -102,6 +105,15 @@ def test_an_untuned_host_runs_them() -> None:
     assert run_ranks(2, untuned_body, env=ENVIRONMENT) == [["host_one_shot", "host_two_shot"]] * 2
 
 
+def force_mode_body(rank: int, world_size: int) -> None:
+    with pytest.raises(tunedcomm.InfeasibleError, match="tunedcomm tune"):
+        tunedcomm.all_reduce(torch.ones(16))
+
+
+def test_a_rule_of_thumb_is_no_answer_of_a_database() -> None:
+    run_ranks(2, force_mode_body, env={**ENVIRONMENT, "TUNEDCOMM_MODE": "force"})
+
+
 def one_call(op: str, x: torch.Tensor, rank: int, ranks: Sequence[int], call: int, group: Any) -> bool:
     """Call an op on `x`, which is arange × (rank + 1) + call on every rank; whether the result is right."""
     index, world_size, numel = torch.arange(len(x)), len(ranks), len(x)
@@ -151,6 +163,48 @@ def test_random_sizes_and_delays(world_size: int) -> None:
     assert run_ranks(world_size, storm_body, calls, env=ENVIRONMENT, timeout=limit_s) == [0] * world_size
 
 
+def large_body(rank: int, world_size: int) -> tuple[int, bool]:
+    advised = []
+    buffer._madvise = lambda address, nbytes, advice: advised.append((address.value, nbytes.value))
+    x = torch.full((LARGE,), float(rank + 1))
+    right = True
+    for _ in range(3):  # the first call, the one that makes a fast call, and a fast call
+        out = tunedcomm.all_reduce(x)
+        first, nbytes = advised[-1]
+        right &= bool((out == 3).all()) and out.data_ptr() <= first
+        right &= first % 4096 == 0 and first + nbytes <= out.data_ptr() + out.nbytes
+    return len(advised), right
+
+
+def test_large_new_results_ask_for_huge_pages() -> None:
+    assert run_ranks(2, large_body, env=ENVIRONMENT) == [(3, True)] * 2
+
+
+def threads_body(rank: int, world_size: int) -> list[int]:
+    """Two groups, each used by a thread of its own."""
+    groups = [dist.new_group(), dist.new_group()]
+    for group in groups:
+        tunedcomm.all_reduce(torch.ones(1), group=group)  # making a group is collective: not in threads
+    wrong = [0, 0]
+
+    def work(which: int) -> None:
+        for call in range(300):
+            x = torch.full((10 + call * (which + 1),), float(rank + call + which))
+            expected = sum(float(r + call + which) for r in range(world_size))
+            wrong[which] += not bool((tunedcomm.all_reduce(x, group=groups[which]) == expected).all())
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_two_groups_on_two_threads() -> None:
+    assert run_ranks(2, threads_body, env=ENVIRONMENT, timeout=120) == [[0, 0]] * 2
+
+
 def killed_body(rank: int, world_size: int, variant: str) -> tuple[str, list[str]]:
     x = torch.ones(20000)
     with tunedcomm.force("all_reduce", variant):
@@ -172,3 +226,34 @@ def test_a_peer_that_is_killed(variant: str) -> None:
     for said, left in (outcomes[0], outcomes[2]):
         assert re.search(r"all_reduce \(called eagerly\) missed rank 1 of the group of 3", said)
         assert left == []
+
+
+def full_body(rank: int, world_size: int, room: int) -> tuple[str, list[str]]:
+    def reserve(descriptor: int, offset: int, nbytes: int) -> None:
+        if nbytes > room:
+            raise OSError(28, "No space left on device")
+        reserve_all(descriptor, offset, nbytes)
+
+    reserve_all = os.posix_fallocate
+    buffer.os.posix_fallocate = reserve  # type: ignore[attr-defined]
+    x = torch.full((1000,), float(rank))
+    assert torch.equal(tunedcomm.all_reduce(x), torch.full((1000,), 1.0))
+    problem = Problem("all_reduce", (1000,), "float32", world_size, mode="eager")
+    left = [path.name for path in Path("/dev/shm").glob(f"tunedcomm-{os.getpid()}-*")]
+    return tunedcomm.explain(get_communicator(), problem).candidate.variant, left
+
+
+@pytest.mark.parametrize(("room", "chosen"), [(0, "library"), (16 << 20, "host_one_shot")])
+def test_a_full_shared_memory(room: int, chosen: str) -> None:
+    """Without room for the ring the library serves; the ring alone fits where interpreted kernels' memory does not."""
+    settings = {**ENVIRONMENT, "TUNEDCOMM_WORKSPACE_MIB": "16"}
+    assert run_ranks(2, full_body, room, env=settings) == [(chosen, [])] * 2
+
+
+def fences_body(rank: int, world_size: int) -> Any:
+    ring._IS_STRONGLY_ORDERED = False  # as on ARM
+    return [tunedcomm.all_reduce(torch.full((n,), 1.0)).sum().item() for n in (10, 500000)]
+
+
+def test_with_fences() -> None:
+    assert run_ranks(2, fences_body, env=ENVIRONMENT) == [[20.0, 1000000.0]] * 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, report, run_cases, settings
+from cases import Case, logged, report, run_cases, settings
 from harness import run_ranks
 
 import tunedcomm
@@ -78,6 +78,24 @@ def it_raises_on_every_rank_and_the_library_takes_over(rank: int) -> None:
         assert len(launches) == 8
 
 
+def it_falls_back_where_that_is_set(rank: int) -> None:
+    launches.clear()
+    with settings({"TUNEDCOMM_CHECK": "3,fallback"}), tunedcomm.force("all_reduce", "stale"):
+        with logged() as texts:
+            right = [call(rank, number) for number in range(1, 20)]
+        assert right == [True] * 19, "call 6 is the first wrong one, and it is looked at"
+        assert len(launches) == 6
+        assert any("stale(" in text and "rank 1: output 0" in text for text in texts)
+
+
+def the_caller_who_wants_ordered_sums_gets_no_others(rank: int) -> None:
+    launches.clear()
+    with settings({"TUNEDCOMM_CHECK": "6,fallback"}), tunedcomm.force("all_reduce", "stale"):
+        assert all(call(rank, number, numerics="ordered") for number in range(1, 6))
+        with pytest.raises(tunedcomm.WrongResultError):
+            call(rank, 6, numerics="ordered")
+
+
 def right_kernels_pass(rank: int) -> None:
     """Every op, in place and out of place, on odd values; no false alarm, and each call is looked at."""
     norm = {"weight": torch.ones(64), "residual": torch.randn(4, 64)}
@@ -128,11 +146,29 @@ def right_kernels_pass(rank: int) -> None:
             assert get_communicator().quarantined == {}, (op, variant)
 
 
+def numbers_that_are_not_finite_hide_nothing(rank: int) -> None:
+    """Nor do those whose squares are too large for fp32."""
+    launches.clear()
+    with settings({"TUNEDCOMM_CHECK": "6"}), tunedcomm.force("all_reduce", "stale"):
+        x = torch.ones(NUMEL)
+        x[:4] = torch.tensor([float("inf"), float("nan"), -float("inf"), 3e30])
+        for number in range(1, 6):
+            tunedcomm.all_reduce(x * number)
+        with pytest.raises(tunedcomm.WrongResultError, match="rank 1: output 0"):
+            tunedcomm.all_reduce(x * 6)
+
+
+def ranks_must_agree(rank: int) -> None:
+    with settings({"TUNEDCOMM_CHECK": str(rank)}), pytest.raises(tunedcomm.AgreementError, match="check"):
+        tunedcomm.all_reduce(torch.ones(5))
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
-        off_asks_nothing, it_raises_on_every_rank_and_the_library_takes_over,
-        right_kernels_pass,
+        off_asks_nothing, it_raises_on_every_rank_and_the_library_takes_over, it_falls_back_where_that_is_set,
+        the_caller_who_wants_ordered_sums_gets_no_others, right_kernels_pass,
+        numbers_that_are_not_finite_hide_nothing, ranks_must_agree,
     )
 }  # fmt: skip
 

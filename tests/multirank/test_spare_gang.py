@@ -60,3 +60,12 @@ def test_spare_waits_and_then_comes_up(spare: GangProcess) -> None:
     wait_until(lambda: "ready" in [name for name, _ in spare.read()])
     assert spare.step == "waiting"
     assert spare.loss() is None
+
+
+@pytest.mark.slow
+def test_spare_that_is_not_wanted_ends_without_a_trace(spare: GangProcess) -> None:
+    wait_until(has_imported)
+    assert len(ranks()) == SETTINGS.world_size
+    spare.finish()
+    assert not ranks()
+    assert spare.step == "ending"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from tunedcomm import spec
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
+from tunedcomm.tuner.gang.process import process_start
 from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, sweep
 
 
@@ -47,6 +52,19 @@ def spec_of(*variants: str, **changes: object) -> SweepSpec:
         "command": "pytest",
     }
     return SweepSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def gang_processes() -> set[int]:
+    """Processes of gangs that descend from this one; ranks carry this process's pid in their command line."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"tunedcomm.tuner.gang.worker" in words and str(os.getpid()).encode() in words:
+            found.add(int(folder.name))
+    return {pid for pid in found if process_start(pid)}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +105,10 @@ def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[Trial], Pa
     ("variant", "text"),
     [
         ("raises_on_one_rank", "planted launch error.*; the other ranks waited for it for [5-9] s"),
-        ("bind_fails_on_one_rank", r"on rank 1 of 2: RuntimeError: planted .* at planted\.py:\d+"),
+        (
+            "bind_fails_on_one_rank",
+            r"on rank 1 of 2: RuntimeError: planted .* at planted\.py:\d+",
+        ),
         ("segfaults", "SIGSEGV"),
         ("peer_times_out", "waited for rank 0"),
         ("deadlocks", "no sign of life for 10 s while running"),
@@ -105,6 +126,11 @@ def test_reason_says_what_happened(swept: tuple[SweepOutcome, list[Trial], Path]
     _, trials, _ = swept
     (trial,) = [trial for trial in trials if trial.variant == variant]
     assert re.search(text, trial.reason), trial.reason
+
+
+@pytest.mark.slow
+def test_no_process_is_left(swept: tuple[SweepOutcome, list[Trial], Path]) -> None:
+    assert not gang_processes()
 
 
 @pytest.mark.slow
@@ -143,6 +169,24 @@ def test_finals_cover_every_shape_and_the_summary_names_the_best(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_faults_of_one_gang_are_nothing_to_the_other(tmp_path: Path) -> None:
+    wanted = spec_of("good", "segfaults", "raises_on_one_rank", "wrong_by_one_element", gangs=2, finals=False)
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        outcome = sweep(wanted, database)
+        trials = database.trials()
+    assert outcome.progress.num_gangs >= 4
+    assert not outcome.unsolved
+    tried = [(trial.problem.shape, str(trial.candidate)) for trial in trials]
+    assert len(tried) == len(set(tried))
+    for shape in ((64,), (1024,)):
+        mine = {str(trial.candidate): trial for trial in trials if trial.problem.shape == shape}
+        assert {name for name, trial in mine.items() if trial.status in ("ok", "pruned")} == {"library()", *GOOD}
+        statuses = {trial.variant: trial.status for trial in mine.values() if trial.variant in BAD}
+        assert statuses == {name: BAD[name] for name in ("segfaults", "raises_on_one_rank", "wrong_by_one_element")}
+    assert not gang_processes()
+
+
+@pytest.mark.slow
 def test_problem_that_does_not_fit_is_skipped_and_nobody_blamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,6 +208,16 @@ def test_problem_that_does_not_fit_is_skipped_and_nobody_blamed(
 
 
 @pytest.mark.slow
+def test_retry_tries_failed_candidates_again(tmp_path: Path) -> None:
+    wanted = spec_of("wrong_by_one_element", shapes=((64,),), finals=False)
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        assert sweep(wanted, database).progress.failures == {"incorrect": 1}
+        again = sweep(spec_of("wrong_by_one_element", shapes=((64,),), finals=False, retry=True), database)
+        assert again.progress.failures == {"incorrect": 1}
+        assert again.progress.trials == 1
+
+
+@pytest.mark.slow
 def test_gang_that_cannot_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_WORKSPACE_MIB", "nonsense")
     with (
@@ -171,3 +225,60 @@ def test_gang_that_cannot_start_is_an_error(tmp_path: Path, monkeypatch: pytest.
         pytest.raises(TuningError, match=r"3 gangs .*TUNEDCOMM_WORKSPACE_MIB='nonsense'"),
     ):
         sweep(spec_of("good"), database)
+
+
+SWEEP_SCRIPT = """
+import sys
+import test_tuner_faults as t
+from tunedcomm.db.store import Database
+from tunedcomm.tuner.search.sweep import sweep
+with Database.open(sys.argv[1], create=True) as database:
+    sweep(t.spec_of("good", "deadlocks", shapes=((64,),), trial_timeout_s=300.0), database)
+"""
+
+
+@pytest.mark.slow
+def test_killed_supervisor_takes_its_gang_along_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.db"
+    Database.open(path, create=True).close()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    supervisor = subprocess.Popen([sys.executable, "-c", SWEEP_SCRIPT, str(path)], env=environment)
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and _stored(path) < 2:
+            time.sleep(0.3)
+        ranks = _descendants(supervisor.pid)
+        assert len(ranks) >= 2
+    finally:
+        supervisor.send_signal(signal.SIGKILL)
+        supervisor.wait()
+    deadline = time.monotonic() + 10
+    while any(process_start(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in ranks if process_start(pid)]
+    before = _stored(path)
+    with Database.open(path) as database:
+        sweep(spec_of("good", shapes=((64,),), finals=False), database)
+        candidates = [str(trial.candidate) for trial in database.trials() if trial.status in ("ok", "pruned")]
+    assert before >= 2
+    assert sorted(candidates) == [*GOOD, "library()"]
+
+
+def _stored(path: Path) -> int:
+    with Database.open(path) as database:
+        return len(database.trials())
+
+
+def _descendants(root: int) -> set[int]:
+    """Pids below `root`, itself not included."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(folder.name)] = int(stat[1])
+    found: set[int] = set()
+    while new := {pid for pid, parent in parents.items() if parent in found | {root}} - found:
+        found |= new
+    return found

@@ -6,13 +6,18 @@ No GPU is needed: the gangs answer from recorded trials, everything else is as o
 from __future__ import annotations
 
 import os
+import random
 import signal
+import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from quick import FULL
 from replay import stand_in
 
 from tunedcomm.db.records import Trial
@@ -71,6 +76,102 @@ def stored(path: Path) -> TABLE:
         return table(database.trials())
 
 
+SCRIPT = """
+import sys
+import test_tuner_kill as t
+from tunedcomm.db.store import Database
+from tunedcomm.tuner.search.sweep import sweep
+with Database.open(sys.argv[1]) as database:
+    sweep(t.killed_spec(float(sys.argv[2])), database)
+"""
+
+
+def killed_spec(trial_s: float) -> SweepSpec:
+    """A sweep that samples: what it tries depends on everything that it has tried before."""
+    return spec_of(13, 14, 15, 16, 18, 20, 22, 23, trials=28, replay_trial_s=trial_s)
+
+
+class Killed:
+    """A sweep in a process of its own, run again whenever it was killed."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        Database.open(path, create=True).close()
+        self.path = path
+        self.random = random.Random(seed)
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(self.path), "0.03"], env=self.environment)
+
+    def rows(self) -> int:
+        with sqlite3.connect(f"file:{self.path}?mode=ro", uri=True) as connection:
+            count: int = connection.execute("SELECT count(*) FROM trial").fetchone()[0]
+        return count
+
+    def wait_for_rows(self, more: int) -> None:
+        """Until so many more trials are stored, and a random part of the next one."""
+        wanted = self.rows() + more
+        wait_for(lambda: self.rows() >= wanted or self.process.poll() is not None)
+        time.sleep(self.random.uniform(0, 0.04))
+
+    def kill_supervisor(self) -> None:
+        if self.random.random() < 0.3:
+            time.sleep(self.random.uniform(0, 2.0))  # while it starts
+        else:
+            self.wait_for_rows(self.random.randint(1, 12))
+        assert self.process.poll() is None, "the sweep was over before it was killed often enough"
+        gangs = gang_pids(self.process.pid)
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        wait_for(lambda: not any(map(process_start, gangs)), 10)
+        self.start()
+
+    def kill_gang(self, *, starting: bool) -> None:
+        if starting:
+            wait_for(lambda: gang_pids(self.process.pid))
+        else:
+            # One that is begun again is through by then: killed twice in a row it would be blamed.
+            self.wait_for_rows(self.random.randint(2, 12))
+        assert self.process.poll() is None, "the sweep was over before it was killed often enough"
+        for pid in gang_pids(self.process.pid):
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: not process_start(pid), 10)  # type: ignore[misc]
+
+    def kill(self, what: str) -> None:
+        if what == "supervisor":
+            self.kill_supervisor()
+        else:
+            self.kill_gang(starting=what == "starting gang")
+
+
+def kills(seed: int) -> list[str]:
+    """What is killed, in order: no two gangs in a row that have not said a word, which ends a sweep, and rightly so."""
+    lone, starting, gangs = (5, 4, 12) if FULL else (2, 1, 4)
+    turns = [["supervisor"]] * lone + [["supervisor", "starting gang"]] * starting + [["gang"]] * gangs
+    random.Random(seed).shuffle(turns)
+    return [what for turn in turns for what in turn]
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_the_table_is_that_of_an_undisturbed_sweep(tmp_path: Path) -> None:
+    with Database.open(tmp_path / "undisturbed.db", create=True) as database:
+        assert sweep(killed_spec(0.0), database).reason == "done"
+        expected = table(database.trials())
+    killed = Killed(tmp_path / "killed.db", seed=1)
+    try:
+        for what in kills(seed=1):
+            killed.kill(what)
+        assert killed.process.wait(120) == 0
+    finally:
+        killed.process.kill()
+        killed.process.wait()
+    assert not gang_pids(killed.process.pid)
+    assert stored(killed.path) == expected
+    with sqlite3.connect(killed.path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
 def run(path: Path, spec: SweepSpec, progress: Callable[[Progress], None] | None = None) -> tuple[SweepOutcome, TABLE]:
     with Database.open(path, create=True) as database:
         outcome = sweep(spec, database, progress)
@@ -120,3 +221,28 @@ def test_killed_gang_disturbs_no_other_and_its_candidate_is_run_again(tmp_path: 
     assert len(others[0]) == 1
     assert sum(others[0] <= pids for pids in others) > 3  # the other one was left alone
     assert searched(found) == searched(alone)
+
+
+@pytest.mark.slow
+def test_stopped_gang_is_hung_while_the_other_goes_on(tmp_path: Path) -> None:
+    stopped: list[tuple[int, int]] = []
+    before: list[Candidate | None] = []
+
+    def stop_one(progress: Progress) -> None:
+        first = progress.gangs[0] if progress.gangs else None
+        # Told of four times a second, a trial that was not there the last time has not run for long: not between two.
+        fresh = first is not None and first.step == "running" and before and before[-1] != first.candidate
+        before.append(first.candidate if first is not None else None)
+        if fresh and not stopped and progress.trials > 2:
+            stopped.append((gang_pids(os.getpid())[0], progress.trials))
+            os.kill(stopped[0][0], signal.SIGSTOP)
+
+    few: dict[str, Any] = {"trials": 200, "variants": ("lamport",)}
+    expected = searched(run(tmp_path / "alone.db", spec_of(9, **few))[1])
+    wanted = spec_of(9, gangs=2, replay_trial_s=1.0, trial_timeout_s=10.0, compile_timeout_s=10.0, **few)
+    outcome, found = run(tmp_path / "tuned.db", wanted, stop_one)
+    assert (outcome.reason, outcome.progress.num_gangs, outcome.progress.failures) == ("done", 3, {"hung": 1})
+    assert not process_start(stopped[0][0])
+    assert outcome.progress.trials > stopped[0][1] + 5
+    assert searched(found) == expected
+    assert [status for status, _ in found.values() if status not in ("ok", "pruned", "infeasible")] == ["hung"]

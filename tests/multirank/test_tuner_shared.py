@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.tuner.search.sweep import SweepSpec, sweep
 
 if TYPE_CHECKING:
-    pass
+    from postgres import PostgresServer
 
 SCRIPT = """
 import functools, sys
@@ -98,6 +99,20 @@ def test_what_a_killed_supervisor_had_claimed_is_done_by_the_other(
         started[0].send_signal(signal.SIGKILL)
         assert started[1].wait(240) == 0
     check(database_url, alone, share=1)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_is_waited_for(
+    postgres_server: PostgresServer, postgres_url: str, alone: set[tuple[str, str, bool]]
+) -> None:
+    Database.open(postgres_url, create=True).close()
+    with supervisors(postgres_url, 2, 0.02) as started:
+        wait_for(lambda: rows(postgres_url) > 40, 120)
+        postgres_server.stop()
+        time.sleep(6)
+        postgres_server.start()
+        assert [process.wait(240) for process in started] == [0, 0]
+    check(postgres_url, alone, share=2)
 
 
 def test_a_third_one_that_comes_late_has_nothing_to_do(tmp_path: Path, alone: set[tuple[str, str, bool]]) -> None:

@@ -160,3 +160,13 @@ def test_pins_are_listed_and_shown(path: Path) -> None:
     _, out, _ = invoke("db", "show", *ASKED, "--db", str(path))
     assert out.count("ticket 12") == 1
     assert "ticket 12" not in invoke("db", "list", "--db", str(path), "--hardware", "A100")[1]
+
+
+def test_unordered_variant_is_said_to_serve_few(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tunedcomm import spec
+
+    known = get_variant("all_reduce", "lamport")
+    monkeypatch.setitem(spec._variants, ("all_reduce", "loose"), replace(known, name="loose", numerics="unordered"))
+    code, _, errors = invoke("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "loose")
+    assert code == 0
+    assert "numerics='any'" in errors

@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+import csv
 import multiprocessing
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from db_samples import H200, problem, trial
+from sqlalchemy import text
 
+from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
+
+BENCH = Path(__file__).parents[2] / "bench"
+SECONDS = float(os.environ.get("TUNEDCOMM_TEST_CONCURRENCY_S", "3"))
+_BATCHES = 20
+_ROWS = 10
+
+
+def _write(url: str, name: str, gate: object) -> None:
+    gate.wait()  # type: ignore[attr-defined]
+    with Database.open(url, create=True) as database:
+        run = database.start_run(command=name, seed=None, budget="", host=name)
+        for batch in range(_BATCHES):
+            database.record(
+                trial(name, problem=problem(2 << (batch % 5)), config={"num_blocks": batch * _ROWS + i}, run_id=run)
+                for i in range(_ROWS)
+            )
+        database.finish_run(run)
+
+
+def test_writers_that_start_at_once_lose_nothing(database_url: str) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    gate = spawn.Barrier(3)
+    names = ["writer_a", "writer_b"]
+    processes = [spawn.Process(target=_write, args=(database_url, name, gate)) for name in names]
+    for process in processes:
+        process.start()
+    gate.wait()
+    sizes = []
+    while any(process.is_alive() for process in processes):
+        sizes.append(len(load_snapshot(H200, 4, layers=[Layer("user", database_url)]).rows))
+        processes[0].join(0.05)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert sizes == sorted(sizes), "a reader saw rows vanish"
+    with Database.open(database_url, readonly=True) as database:
+        stored = database.trials()
+        assert len(stored) == 2 * _BATCHES * _ROWS
+        for name in names:
+            assert {t.config["num_blocks"] for t in stored if t.variant == name} == set(range(_BATCHES * _ROWS))
+        assert database.stats()["problems"] == 5
+        assert all(run.finished_at is not None for run in database.runs())
+        with database.reading() as connection:
+            assert connection.execute(text("SELECT count(*) FROM tunedcomm_version")).scalar() == 1
+            if database.path is not None:
+                assert connection.execute(text("PRAGMA integrity_check")).scalar() == "ok"
 
 
 def _add_new_rows(url: str, index: int, gate: object) -> None:
@@ -41,3 +95,25 @@ def test_writers_that_meet_the_same_new_rows_neither_clash_nor_wait_for_each_oth
     with Database.open(database_url, readonly=True) as database:
         stats = database.stats()
     assert (stats["trials"], stats["problems"], stats["environments"], stats["variants"]) == (800, 200, 200, 35)
+
+
+@pytest.mark.slow
+def test_eight_writers_and_eight_readers(tmp_path: Path) -> None:
+    """A minute of it is what bench/results/db/db_concurrency.csv reports."""
+    out = tmp_path / "out.csv"
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "db_concurrency.py"), "--seconds", str(SECONDS), "--out", str(out)],
+        env={"PYTHONPATH": str(BENCH.parent), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300 + SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    with out.open(newline="", encoding="utf-8") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["writers"], row["readers"], row["integrity"]) == ("8", "8", "ok")
+    assert int(row["batches"]) > 8
+    assert int(row["reads"]) > 8
+    for column in ("errors", "lost", "doubled", "torn", "shrunk"):
+        assert row[column] == "0", (column, row)

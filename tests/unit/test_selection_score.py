@@ -64,3 +64,10 @@ def test_what_is_no_faster_than_the_library_beside_it_is_not_chosen(latency_us: 
 def study() -> list[dict[str, str]]:
     with STUDY.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def test_without_the_librarys_time_or_with_a_disturbed_one_the_latency_counts() -> None:
+    for library_us in (None, 15.1):
+        assert comparable(of_eager("one_shot", 6.0, library_us), 10.0) == 6.0
+    assert comparable(of_eager("one_shot", 6.0, 15.0), None) == 6.0
+    assert comparable(of_eager("one_shot", 6.0, 14.9), 10.0) < 6.0

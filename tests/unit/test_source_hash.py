@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,9 +91,13 @@ def unshift(x):
 
 COSMETIC = {
     "comment": ("# Why it is done so.", "# Another reason,\n    # at length."),
+    "comment at the end": ("  # both", ""),
     "docstring": ('"""Add up."""', '"""Adds everything up.\n\n    At length.\n    """'),
     "docstring of a callee": ('    """What is between."""\n', ""),
+    "line breaks": ("_middle(tl.load(p), SCALE=3)", "_middle(\n        tl.load(p),\n        SCALE=3,\n    )"),
     "blanks and parentheses": ("return x * WIDTH", "return (x  *  WIDTH)"),
+    "quotes": ('tl.constexpr("LOOP")', "tl.constexpr('LOOP')"),
+    "place in the file": ("import triton\n", "import triton\n\n\n\n"),
     "a constant that is not used": ("UNUSED = tl.constexpr(1)", "UNUSED = tl.constexpr(2)"),
     "a function that is not called": ("return x - 1", "return x - 2"),
 }
@@ -115,6 +120,8 @@ CODE = {
     "the kernel": ("+ _area())", "- _area())"),
     "its argument": ("def kernel(p, N: tl.constexpr)", "def kernel(p, N)"),
     "a callee": ("low + high * SCALE", "low - high * SCALE"),
+    "swapped operands": ("low + high * SCALE", "high + low * SCALE"),
+    "another callee": ("low, high = x, _deep(x)", "low, high = x, _other(x)"),
     "a callee's default": ("SCALE: tl.constexpr = 2", "SCALE: tl.constexpr = 3"),
     "a callee's callee": (
         "return x * WIDTH\n\n\n@triton.jit\ndef _other",
@@ -122,9 +129,12 @@ CODE = {
     ),
     "a constant": ("WIDTH = tl.constexpr(4)", "WIDTH = tl.constexpr(8)"),
     "a constant's type": ("WIDTH = tl.constexpr(4)", "WIDTH = tl.constexpr(4.0)"),
+    "a tuple": ("_SHAPE = (2, 3)", "_SHAPE = (3, 2)"),
+    "a text": ('tl.constexpr("LOOP")', 'tl.constexpr("POOL")'),
     "a constexpr function": ("add {count}, ", "add.u32 {count}, "),
     "an option of the compiler": ("@triton.jit(noinline=False)", "@triton.jit(noinline=True)"),
     "a function of Triton": ("_middle(tl.load(p)", "_middle(tl.trans(p)"),
+    "a constant of another module": ("hashed_helper.ONE", "hashed_helper.TWO"),
     "a function of another module": ("hashed_helper.shift", "hashed_helper.unshift"),
 }
 
@@ -194,6 +204,22 @@ def test_code_counts(like: Variant, what: str, tmp_path: Path, monkeypatch: pyte
     assert hash_of(like, changed(CODE[what]), tmp_path / "after", monkeypatch) != before
 
 
+def test_version_counts(like: Variant) -> None:
+    assert kernels.source_hash(dataclasses.replace(like, version=like.version + 1)) != kernels.source_hash(like)
+
+
+def test_every_kernel_has_a_hash_of_its_own() -> None:
+    kernels.discover()
+    hashes = {name: kernels.source_hash(v) for name, v in variants("all_reduce").items() if v.kernels}
+    assert len(set(hashes.values())) == len(hashes) >= 6
+    assert all(len(text) == 16 and int(text, 16) >= 0 for text in hashes.values())
+
+
+def test_only_triton_functions_are_hashed(like: Variant) -> None:
+    with pytest.raises(TypeError, match=r"all_reduce\.lamport: 3 is not a Triton function"):
+        kernels.source_hash(dataclasses.replace(like, kernels=(3,)))
+
+
 _EVERY_HASH = """
 import json
 from tunedcomm import kernels
@@ -212,3 +238,45 @@ def test_the_same_in_every_process(interpret: str, seed: str) -> None:
     )
     kernels.discover()
     assert json.loads(done.stdout) == {n: kernels.source_hash(v) for n, v in variants("all_reduce").items()}
+
+
+# Without torch and triton, which the other interpreters need not have: decorators that keep the function as theirs do.
+_STAND_IN = """
+import sys, types
+torch = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(is_available=lambda: True)
+triton, tl = types.ModuleType("triton"), types.ModuleType("triton.language")
+triton.language = tl
+triton.constexpr_function = lambda fn: types.SimpleNamespace(fn=fn)
+triton.jit = lambda fn=None, **options: types.SimpleNamespace(fn=fn) if fn else triton.jit
+tl.constexpr = type("constexpr", (), {"__init__": lambda self, value: setattr(self, "value", value)})
+sys.modules.update({"torch": torch, "triton": triton, "triton.language": tl})
+import hashed_module
+from tunedcomm import kernels
+print(kernels.source_hash(types.SimpleNamespace(op="o", name="n", version=1, kernels=(hashed_module.kernel,))))
+"""
+
+
+def _pythons() -> list[str]:
+    """Interpreters on the PATH that this package supports and that start."""
+    found = []
+    for minor in range(10, 16):
+        path = shutil.which(f"python3.{minor}")
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            found.append(path)
+    return found
+
+
+def test_the_same_under_every_python(tmp_path: Path) -> None:
+    """A database made under one Python serves under another."""
+    others = _pythons()
+    if len(others) < 2:
+        pytest.skip("there is only one supported Python on the PATH")
+    (tmp_path / "hashed_module.py").write_text(SOURCE)
+    (tmp_path / "hashed_helper.py").write_text(HELPER)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "PYTHONDONTWRITEBYTECODE": "1"}
+    found = {
+        path: subprocess.run([path, "-c", _STAND_IN], env=env, capture_output=True, text=True, check=True).stdout
+        for path in others
+    }
+    assert len(set(found.values())) == 1, found

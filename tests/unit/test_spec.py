@@ -192,3 +192,8 @@ def test_a_variant_that_may_wait_for_ever_runs_by_name_only() -> None:
     candidate = Candidate.of("all_reduce", "spinning", {"num_blocks": 8})
     assert spec.check_candidate(problem, candidate, LIMITS) is None
     assert "wait for a lost peer for ever" in (spec.check_candidate(problem, candidate, LIMITS, by_name=False) or "")
+
+
+def test_a_variant_of_no_numerics_class_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"numerics must be one of \['library', 'ordered', 'unordered'\], got 'exact'"):
+        spec.register_variant(dataclasses.replace(make_variant("toy", "v"), numerics="exact"))  # type: ignore[arg-type]

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
+import os
+import random
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 from claim_samples import CANDIDATES, FIRST, PROBLEM, SECOND, acquire, claims_of, flying, work
-from db_samples import H200
-from sqlalchemy import select
+from db_samples import H200, trial
+from postgres import PostgresServer
+from sqlalchemy import select, update
 
 from tunedcomm.db.schema import ClaimRow
 from tunedcomm.db.store import Database
-from tunedcomm.tuner.search.claims import Claims, owner_id
+from tunedcomm.tuner.search.claims import Claims, owner_id, owner_lives
 
+# On 2 cores with 12 busy loops beside, up to 1.3 s were seen between two heartbeats that should be 1 s apart.
+QUICK: dict[str, Any] = {"heartbeat_s": 1, "grace_s": 3}
 PATIENCE_S = 180  # for processes that import beside others
+PAST = datetime(2020, 1, 1, tzinfo=timezone.utc)
+
+
+def until(condition: Callable[[], bool], seconds: float) -> float:
+    """Wait for it; returns how long that took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, "waited in vain"
+        time.sleep(0.05)
+    return time.monotonic() - begin
 
 
 @pytest.fixture
@@ -59,6 +78,13 @@ def test_one_of_two_gets_a_candidate(opened: Callable[..., Claims], database: Da
     assert rows(database) == 2
 
 
+def test_a_repeated_claim_is_the_same_one(opened: Callable[..., Claims], database: Database) -> None:
+    """The answer of the first attempt may get lost."""
+    one = opened("a")
+    assert acquire(one) == acquire(one) is not None
+    assert rows(database) == 1
+
+
 def test_a_released_candidate_is_free(opened: Callable[..., Claims], database: Database) -> None:
     one, two = opened("a"), opened("b")
     mine = acquire(one)
@@ -70,6 +96,15 @@ def test_a_released_candidate_is_free(opened: Callable[..., Claims], database: D
     one.release([mine])  # of another supervisor by now
     assert flying(one) == {FIRST}
     assert rows(database) == 1
+
+
+def test_closing_releases_everything(opened: Callable[..., Claims], database: Database) -> None:
+    one, two = opened("a"), opened("b")
+    assert acquire(one)
+    assert acquire(one, SECOND)
+    one.close()
+    assert rows(database) == 0
+    assert acquire(two) is not None
 
 
 def test_finals_sources_environments_and_problems_are_apart(opened: Callable[..., Claims], database: Database) -> None:
@@ -95,6 +130,77 @@ def test_the_dead_of_this_host_are_noticed_at_once(opened: Callable[..., Claims]
     ghost.close()
     assert living.holds(mine)
     assert flying(elsewhere) == {FIRST}
+
+
+def test_an_owner_is_a_process_and_not_its_number() -> None:
+    here = owner_id()
+    assert owner_lives(here) is True
+    assert here != owner_id()
+    host, kernel, pid, start, nonce = json.loads(here)
+    assert owner_lives(json.dumps([host, kernel, pid, start - 1, nonce])) is False
+    assert owner_lives(json.dumps([host, "another kernel", pid, start, nonce])) is None
+
+
+def test_what_others_store_is_told_once_and_ends_their_claims(
+    opened: Callable[..., Claims], database: Database
+) -> None:
+    runs = [database.start_run(command=name, seed=None, budget="", host="h") for name in ("mine", "theirs")]
+    config = FIRST.config_dict
+    old = database.record([trial("lamport", 1.0, problem=PROBLEM, config=config, run_id=runs[1])])
+    one = opened("a", run_id=runs[0], known=database.trials())
+    two = opened("b", run_id=runs[1])
+    theirs = acquire(two)
+    assert theirs is not None
+    assert acquire(one) is None
+    assert one.news(PROBLEM) == []
+    for run_id in runs:
+        two.record([trial("lamport", 2.0, problem=PROBLEM, config=config, run_id=run_id)], [theirs])
+    two.record([trial("lamport", 3.0, problem=replace(PROBLEM, shape=(2048,)), config=config, run_id=runs[1])], [])
+    assert one.news(PROBLEM) == []  # nobody has looked since
+    mine = acquire(one)
+    assert mine is not None
+    assert [(t.run_id, t.latency_p50_us) for t in one.news(PROBLEM)] == [(runs[1], 2.0)]
+    assert one.news(PROBLEM) == []
+    assert flying(one) == set()
+    assert one.news(PROBLEM) == []
+    assert len(old) == 1
+
+
+@pytest.mark.slow
+def test_a_host_without_heartbeats_is_given_up(opened: Callable[..., Claims], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = opened("a", **QUICK), opened("b", **QUICK)
+    mine = acquire(one)
+    assert mine is not None
+    # Neither process's clock has a say: they jump, in opposite directions, while both live.
+    real = time.time
+    for jump in (86_400, -86_400):
+        monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
+        begin = time.monotonic()
+        while time.monotonic() - begin < 3:
+            assert flying(two) == {FIRST}
+            assert acquire(two) is None
+            time.sleep(0.2)
+    monkeypatch.undo()
+    one._closing.set()  # as if it were cut off
+    assert until(lambda: acquire(two) is not None, 15) > 2
+    until(lambda: not one.holds(mine), 5)
+    assert flying(one) == {FIRST}
+    one.release([mine])
+    assert flying(one) == {FIRST}
+
+
+@pytest.mark.slow
+def test_a_jump_of_the_clock_takes_no_claim_away(opened: Callable[..., Claims], database: Database) -> None:
+    one, two = opened("a", heartbeat_s=1, grace_s=3), opened("b", heartbeat_s=2, grace_s=3)
+    assert acquire(one) is not None
+    for hours in range(2):
+        old = update(ClaimRow).values(heartbeat_at=PAST + timedelta(hours=hours))
+        database.change(lambda connection, old=old: connection.execute(old))  # type: ignore[misc]
+        begin = time.monotonic()
+        while time.monotonic() - begin < 5:
+            assert flying(two) == {FIRST}
+            assert acquire(two) is None
+            time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -136,3 +242,40 @@ def test_eight_processes_run_every_candidate_once(database_url: str, tmp_path: P
     assert Counter(name for _, name in runs) == Counter(map(str, CANDIDATES))
     assert len({pid for pid, _ in runs}) >= 4, "the work was not shared"
     check_rows(database_url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("far", [False, True], ids=["one host", "many hosts"])
+def test_what_the_killed_have_left_is_run_by_others(tmp_path: Path, far: bool, database_url: str) -> None:
+    log = tmp_path / "log"
+    choose = random.Random(5)
+    with _hammer(database_url, log, [f"host{i}" if far else "" for i in range(8)], 0.06) as processes:
+        for victim in processes[:4]:
+            until(lambda pid=victim.pid: any(runner == pid for runner, _ in _lines(log)), PATIENCE_S)  # type: ignore[misc]
+            time.sleep(choose.uniform(0, 0.07))
+            os.kill(victim.pid, signal.SIGKILL)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 4 + [0] * 4
+    with Database.open(database_url, readonly=True) as database:
+        assert Counter(record.candidate for record in database.trials()) == Counter(CANDIDATES)
+    again = {name: count for name, count in Counter(name for _, name in _lines(log)).items() if count > 1}
+    assert sum(count - 1 for count in again.values()) <= 4
+
+
+@pytest.mark.slow
+def test_a_restart_of_the_server_gives_no_claim_back(postgres_server: PostgresServer, postgres_url: str) -> None:
+    with Database.open(postgres_url, create=True, patience_s=60) as database:
+        # A heartbeat is tried again after up to 2 s: the suspicion must last longer.
+        one, two = (claims_of(database, host, heartbeat_s=2, grace_s=3) for host in ("a", "b"))
+        mine = acquire(one)
+        assert mine is not None
+        postgres_server.stop()
+        time.sleep(5)  # longer than the grace
+        postgres_server.start()
+        begin = time.monotonic()
+        while time.monotonic() - begin < 5:
+            assert acquire(two) is None
+            assert flying(two) == {FIRST}
+            time.sleep(0.2)
+        assert one.holds(mine)
+        one.close()
+        two.close()

@@ -1,0 +1,143 @@
+"""Every sentence of the promises in docs/concepts.md has its tests; `python tests/unit/test_promises.py` lists them.
+
+pytest $(python tests/unit/test_promises.py)
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# The beginning of each sentence, in the order of the page, to the tests that hold it, after `tests/`.
+TESTS: dict[str, tuple[str, ...]] = {
+    # 1. Never wrong
+    "Dispatch uses a candidate only if it passed": (
+        "unit/test_db_snapshot.py::test_only_ok_rows_of_this_hardware_and_world_size",
+        "unit/test_db_snapshot.py::test_a_candidate_that_failed_later_is_dropped_from_every_layer",
+        "unit/test_selection_select.py::test_candidates_that_failed_in_the_family_are_not_interpolated",
+        "unit/test_selection_fallback.py::test_an_empty_snapshot_gives_the_library",
+        "multirank/test_tuner_faults.py::test_bad_variant_is_recorded_once",
+        "multirank/test_result_check.py::test_result_check[it_raises_on_every_rank_and_the_library_takes_over]",
+    ),
+    'Where `numerics="ordered"` excludes the library': (
+        "multirank/test_numerics.py::test_numerics[a_calls_own_policy_wins]",
+    ),
+    "Borrowed rows carry over the check": (
+        "unit/test_selection_borrow.py::test_nothing_is_borrowed_unasked",
+        "unit/test_selection_borrow.py::test_where_this_hardware_has_no_answer_both_rules_serve",
+    ),
+    "A pin runs its candidate unless": (
+        "unit/test_db_answers.py::test_a_pin_of_what_was_never_measured_counts",
+        "unit/test_selection_select.py::test_a_pin_comes_before_measurements_but_not_before_policy_and_feasibility",
+        "unit/test_selection_select.py::test_forced_overrides_everything_but_feasibility",
+    ),
+    # 2. No hang by disagreement
+    "Rank 0 reads the databases once": (
+        "multirank/test_agreement.py::test_agreement[only rank 0 reads]",
+        "multirank/test_agreement.py::test_agreement[each rank another]",
+        "multirank/test_agreement.py::test_agreement[snapshots that differ]",
+    ),
+    "After that a choice depends on": (
+        "unit/test_selection_fallback.py::test_decisions_are_pure_and_do_not_depend_on_row_order",
+        "unit/test_selection_select.py::test_importing_selection_needs_neither_torch_nor_a_database",
+        "multirank/test_hot_path.py::test_hot_path[selection_does_not_communicate]",
+    ),
+    # 3. Not slower than the library
+    ", beyond noise, at a tuned problem": (
+        "unit/test_selection_select.py::test_a_challenger_must_beat_the_library_by_more_than_the_noise",
+    ),
+    "The library is always measured": (
+        "unit/test_tuner_measure.py::test_rounds_change_the_order_of_contenders_behind_a_barrier",
+        "unit/test_selection_select.py::test_without_a_measurement_of_the_library_nothing_beats_it",
+        "unit/test_selection_select.py::test_noise_is_half_the_spread_over_the_root_of_the_samples_within_bounds",
+    ),
+    "Runs are compared by their ratio": (
+        "unit/test_selection_select.py::test_runs_are_compared_by_their_ratio_to_the_library",
+        "unit/test_selection_select.py::test_a_ratio_to_a_disturbed_library_wins_nothing",
+        "unit/test_selection_score.py::test_without_the_librarys_time_or_with_a_disturbed_one_the_latency_counts",
+        "unit/test_selection_score.py::"
+        "test_the_librarys_time_counts_in_full_in_graphs_and_with_its_root_in_eager_calls",
+        "unit/test_selection_score.py::test_what_is_no_faster_than_the_library_beside_it_is_not_chosen",
+    ),
+    # 4. Same bits
+    "Each variant has a numerics class": (
+        "unit/test_spec.py::test_a_variant_of_no_numerics_class_is_refused",
+        "multirank/test_all_reduce_variants.py::test_ordered_variants_give_the_same_bits",
+        "multirank/test_dispatch.py::test_dispatch[same bits on every rank]",
+        "unit/test_cli_db_pins.py::test_unordered_variant_is_said_to_serve_few",
+        "unit/test_selection_select.py::test_numerics_policy",
+        "multirank/test_dispatch.py::test_dispatch[numerics policies]",
+    ),
+    # 5. Graphs and streams
+    "Every variant can be captured": (
+        "gpu/test_all_reduce_gpu.py::test_on_two",
+        "gpu/test_all_gather_gpu.py::test_on_two",
+        "gpu/test_reduce_scatter_gpu.py::test_on_two",
+        "gpu/test_all_to_all_gpu.py::test_on_two",
+        "gpu/test_fused_gpu.py::test_on_two",
+        "gpu/test_gemm_gpu.py::test_on_two",
+        "gpu/test_stress_gpu.py::test_nothing_is_wrong_and_nothing_hangs",
+    ),
+    "A captured or repeated call tunes nothing": (
+        "multirank/test_hot_path.py::test_hot_path[a_repeated_call_does_nothing_but_launch]",
+        "multirank/test_fast_calls.py::test_fast_calls[the second call is fast]",
+    ),
+    # 6. Says why
+    "`explain` names the layer": (
+        "unit/test_cli_explain.py::test_explain_says_on_what_evidence",
+        "unit/test_cli_explain.py::test_explain_says_why_others_were_passed_over",
+        "unit/test_selection_select.py::test_the_fastest_challenger_wins_and_says_by_how_much",
+    ),
+    # 7. A lost peer is an error
+    "Every wait in a kernel is bounded": (
+        "unit/test_unbounded.py::test_a_spinning_variant_is_not_chosen_however_fast_it_was",
+        "multirank/test_lost_peer.py::test_a_peer_that_is_killed",
+    ),
+    "When it expires the host raises": ("multirank/test_lost_peer.py::test_a_peer_that_never_calls",),
+    # 8. Any input
+    "Any size from zero, any stride": (
+        "multirank/test_bad_input.py::test_input[zero elements]",
+        "multirank/test_bad_input.py::test_input[non-dense strides]",
+        "multirank/test_bad_input.py::test_input[group of others]",
+        "multirank/test_dispatch.py::test_dispatch[any strides]",
+        "multirank/test_all_reduce_variants.py::test_sizes",
+        "multirank/test_groups.py::test_four_ranks[overlapping groups]",
+    ),
+}
+NAMED = [test for tests in TESTS.values() for test in tests]
+
+
+def promises() -> list[str]:
+    """The sentences under "Promises", without the numbers and the bold words that they begin with."""
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    section = page.split("\n## Promises\n")[1].split("\n## ")[0]
+    items = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
+    texts = [re.sub(r"^\*\*.*?\*\*", "", " ".join(item.split())).strip() for item in items]
+    return [sentence for text in texts for sentence in re.split(r"(?<=\.) (?=[A-Z`])", text)]
+
+
+def test_every_sentence_has_its_tests() -> None:
+    sentences = promises()
+    unknown = [text for text in sentences if not any(text.startswith(begin) for begin in TESTS)]
+    assert unknown == [], "name the tests that hold these"
+    assert [next(begin for begin in TESTS if text.startswith(begin)) for text in sentences] == list(TESTS)
+
+
+@pytest.mark.parametrize("test", sorted(set(NAMED)))
+def test_it_is_there(test: str) -> None:
+    path, _, name = test.partition("::")
+    function, _, case = name.rstrip("]").partition("[")
+    tree = ast.parse((ROOT / "tests" / path).read_text())
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert function in functions
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert not case or case in texts | functions
+
+
+if __name__ == "__main__":
+    print("\n".join(f"tests/{test}" for test in dict.fromkeys(NAMED)))
