@@ -14,6 +14,7 @@ import gzip
 import heapq
 import json
 import math
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -25,13 +26,25 @@ from typing import Any
 
 from tunedcomm.db.records import Trial, canonical_json
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, get_variant
 from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.gang.process import die_with_parent
-from tunedcomm.tuner.gang.protocol import LOST, Command, Latency, Settings, TrialResult, pruned, rounds_after_look
+from tunedcomm.tuner.gang.protocol import (
+    LOST,
+    Command,
+    Latency,
+    Settings,
+    TrialResult,
+    pruned,
+    rounds_after_look,
+)
 from tunedcomm.tuner.search.coordinator import Coordinator
 
 _NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
+# Standard error of a median in standard errors of a mean, for normal samples.
+_MEDIAN_ERROR = 1.2533
+# Standard deviations between a normal distribution's median and its 10th or 90th percentile.
+_P90_DEVIATIONS = 1.2816
 
 
 class Replay:
@@ -50,18 +63,28 @@ class Replay:
     Args:
         records: trials of one environment, in any order.
         environment: the one to take where `records` have several.
+        noise_seed: None answers recorded medians as they are. A number moves each median by what the recorded spread
+            and the number of rounds make likely, the same for the same seed, problem, candidate and rounds, whatever
+            was asked before.
 
     Raises:
         ValueError: no trial, or trials of several environments and none chosen.
     """
 
-    def __init__(self, records: Iterable[Trial], *, environment: Environment | None = None) -> None:
+    def __init__(
+        self,
+        records: Iterable[Trial],
+        *,
+        environment: Environment | None = None,
+        noise_seed: int | None = None,
+    ) -> None:
         found = [r for r in records if environment is None or r.environment == environment]
         environments = sorted({r.environment for r in found}, key=lambda e: e.digest)
         if len(environments) != 1:
             names = "; ".join(f"{e} ({e.digest})" for e in environments) or "none"
             raise ValueError(f"a replay needs trials of one environment, got {names}; pass environment= to choose")
         self.environment = environments[0]
+        self._noise_seed = noise_seed
         self._rows: dict[tuple[Problem, Candidate], dict[bool, Trial]] = {}
         self._hashes: dict[tuple[str, str], str] = {}
         for record in sorted(found, key=_age):
@@ -81,9 +104,18 @@ class Replay:
         return self._hashes.get((op, variant), "")
 
     def recorded_us(self, problem: Problem, candidate: Candidate, *, final: bool = False) -> float | None:
-        """Recorded median; None if the candidate never ran there."""
+        """Recorded median without noise; None if the candidate never ran there."""
         row = self._row(problem, candidate, final=final)
         return row.latency_p50_us if row is not None else None
+
+    def measured(self, problem: Problem, policy: NumericsPolicy = "any") -> dict[Candidate, float]:
+        """Recorded medians of the search, of every candidate that ran and that `policy` admits; the library's too."""
+        medians = {c: self.recorded_us(p, c) for p, c in self._rows if p == problem}
+        return {
+            candidate: us
+            for candidate, us in medians.items()
+            if us is not None and admits(policy, get_variant(candidate.op, candidate.variant).numerics)
+        }
 
     def answer(self, command: Command, settings: Settings) -> TrialResult:
         """What a gang with these settings would have found."""
@@ -115,6 +147,11 @@ class Replay:
         middle = row.latency_p50_us
         assert middle is not None
         low, high = row.latency_p10_us or middle, row.latency_p90_us or middle
+        if self._noise_seed is not None:
+            seed = f"{self._noise_seed}-{row.problem.digest}-{row.candidate}-{rounds}"
+            draw = random.Random(seed).gauss(0.0, 1.0)
+            spread = (high - middle if draw > 0 else middle - low) / _P90_DEVIATIONS
+            middle = min(max(middle + draw * _MEDIAN_ERROR * spread / rounds**0.5, low), high)
         return Latency(p10_us=low, p50_us=middle, p90_us=high, samples=rounds)
 
 

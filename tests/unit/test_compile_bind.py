@@ -33,6 +33,7 @@ def workspace(problem: Problem) -> Any:
         lanes={problem.mode: lane},
         layout=LaneLayout.for_messages(64 << 20),
         device=torch.device("cpu"),
+        group=status_argument,  # anything that can be referred to weakly
         rank=0,
         world_size=problem.world_size,
         timeout_ns=1,
