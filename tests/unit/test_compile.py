@@ -99,7 +99,7 @@ def about_resources(binary: dict[str, Any]) -> list[str]:
     if re.fullmatch(rf"sm_{binary['capability']}a?", binary["target"]) is None:
         found.append(f"is for {binary['target']!r}")
     most = MAX_STACK_BYTES_OF.get(binary.get("function", ""), MAX_STACK_BYTES)
-    if not moves_whole_packets(binary):
+    if not moves_whole_packets(binary) and not binary.get("QUANTIZE"):
         most = MAX_STACK_BYTES_TAIL
     if "BLOCK_M" in binary:
         most = MAX_STACK_BYTES_PRODUCT[binary["capability"]]

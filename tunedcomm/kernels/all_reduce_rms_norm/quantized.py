@@ -260,9 +260,12 @@ def _refuse(problem: Problem) -> str | None:
 
 
 def _refuse_warps(problem: Problem, num_warps: int, most: int) -> str | None:
-    """Return why rows do not fit into blocks of so many warps, whose threads hold `most` packets of a row, or None."""
+    """Return why rows do not fit into blocks of so many warps; None if they do.
+
+    Each of 512 threads may hold `most` packets of a row, each of more threads one, each of fewer any number.
+    """
     share = -(-row_block(row_packets(problem)) // (32 * num_warps))
-    if num_warps >= 16 and share > most:
+    if num_warps >= 16 and share > (most if num_warps == 16 else 1):
         return f"{share} packets of a row for each of {32 * num_warps} threads spill what quantising holds besides"
     return None
 
