@@ -67,6 +67,12 @@ def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, residual: to
     return tunedcomm.all_reduce_rms_norm(x, weight, bias=bias, residual=residual, eps=1e-3)
 
 
+def experts(x: torch.Tensor, weights: torch.Tensor) -> Any:
+    ids = torch.tensor([[0, 3], [2, -1], [3, 1]]).roll(torch.distributed.get_rank(), 0)
+    sent = tunedcomm.ep_dispatch(x, ids, num_experts=4, layout="contiguous", alignment=2)
+    return tunedcomm.ep_combine(sent.tokens.sin() * sent.tokens, sent, weights)
+
+
 CHECKED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "all_reduce": (tunedcomm.all_reduce, [(2, 3)]),
     "all_reduce avg": (functools.partial(tunedcomm.all_reduce, op="avg"), [(3,)]),
@@ -76,6 +82,7 @@ CHECKED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "reduce_scatter": (tunedcomm.reduce_scatter, [(4, 2)]),
     "reduce_scatter avg dim 1": (functools.partial(tunedcomm.reduce_scatter, op="avg", dim=1), [(2, 4)]),
     "all_to_all": (tunedcomm.all_to_all, [(4, 2)]),
+    "ep_dispatch, ep_combine": (experts, [(3, 2), (3, 2)]),
     "all_reduce_bias": (tunedcomm.all_reduce_bias, [(2, 3), (3,)]),
     "all_reduce_rms_norm": (norm, [(2, 3), (3,), (3,), (2, 3)]),
     "all_reduce_rms_norm one row": (tunedcomm.all_reduce_rms_norm, [(3,), (3,)]),

@@ -213,3 +213,44 @@ def refused_body(rank: int, world_size: int) -> None:
 
 def test_bad_input() -> None:
     run_ranks(2, refused_body, timeout=60)
+
+
+def example_body(rank: int, world_size: int) -> tuple[float, float]:
+    """The example's layer trains as one rank with all experts and all tokens does."""
+    from examples.moe import MoE
+
+    torch.set_default_dtype(torch.float64)
+    silu, hidden, inner, experts, topk = torch.nn.functional.silu, 8, 16, 4, 2
+    torch.manual_seed(0)
+    layer = MoE(hidden, inner, experts, topk)
+    up, down = torch.randn(experts, hidden, inner) / 4, torch.randn(experts, inner, hidden) / 4
+    router = layer.router.weight.detach().clone().requires_grad_()
+    mine = slice(rank * experts // world_size, (rank + 1) * experts // world_size)
+    with torch.no_grad():
+        layer.up.copy_(up[mine])
+        layer.down.copy_(down[mine])
+    x, wanted = torch.randn(world_size, 6, hidden), torch.randn(world_size, 6, hidden)
+    dense = torch.optim.SGD([up.requires_grad_(), down.requires_grad_(), router], lr=0.01)
+    sparse = torch.optim.SGD(layer.parameters(), lr=0.01)
+    losses = []
+    for _ in range(5):
+        best, ids = torch.softmax(x @ router.t(), -1).topk(topk, -1)
+        best = best / best.sum(-1, keepdim=True)
+        every = torch.einsum("rtei,eih->rteh", silu(torch.einsum("rth,ehi->rtei", x, up)), down)
+        y = (best.unsqueeze(-1) * every.gather(2, ids.unsqueeze(-1).expand(*ids.shape, hidden))).sum(2)
+        got = layer(x[rank])
+        torch.testing.assert_close(got, y[rank])
+        for optimizer, loss in ((dense, (y - wanted).square().sum()), (sparse, (got - wanted[rank]).square().sum())):
+            optimizer.zero_grad()
+            loss.backward()
+        layer.sum_router_gradients()
+        losses.append(float((y - wanted).detach().square().sum()))
+        dense.step()
+        sparse.step()
+        torch.testing.assert_close([layer.up, layer.router.weight], [up[mine], router])
+    return losses[0], losses[-1]
+
+
+def test_the_example_trains_as_the_dense_layer() -> None:
+    first, last = run_ranks(2, example_body, timeout=120)[0]
+    assert last < first

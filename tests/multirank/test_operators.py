@@ -70,7 +70,25 @@ def in_place(name: str, rank: int) -> None:
     opcheck(getattr(OPS, f"{name}_").default, (*(draw(rank, *shape) for shape in shapes), *options, *settings()))
 
 
+IDS = torch.tensor([[0, 3], [2, -1], [1, 2]])
+
+
+def dispatching(rank: int) -> None:
+    for needed in (False, True):
+        x = draw(rank, 3, 4).requires_grad_(needed)
+        opcheck(OPS.ep_dispatch.default, (x, IDS, 4, None, "contiguous", "", 8, True, *settings()))
+
+
+def combining(rank: int) -> None:
+    rows = OPS.ep_dispatch.default(draw(rank, 3, 4), IDS, 4, None, "padded", "", 8, True, *settings())[4]
+    for needed in (False, True):
+        results, weights = draw(rank, 2, 6, 4).requires_grad_(needed), draw(9, 3, 2).requires_grad_(needed)
+        opcheck(OPS.ep_combine.default, (results, weights, IDS, rows, 4, *settings()))
+
+
 OPCHECK_CASES: dict[str, Case] = {
+    "ep_dispatch": dispatching,
+    "ep_combine": combining,
     **{name: functools.partial(functional, name) for name in CHECKED},
     **{f"{name}.out": functools.partial(into, name) for name in CHECKED},
     "all_reduce_rms_norm_quantized": quantised,

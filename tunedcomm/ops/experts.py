@@ -109,16 +109,17 @@ class _Dispatch(Form):
         if quantize and x.dtype == torch.float64:
             raise UnsupportedInputError(f"{self.op} quantises bfloat16, float16 and float32, not float64")
 
-    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
         x, ids = inputs
         shape = (*x.shape, ids.shape[1], options[0])
-        return problem_of(
+        made: Problem = make(
             self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=options[2], scaling=options[3],
             mode="eager",
         )  # fmt: skip
+        return made
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
-        problem = self.problem(inputs, options, world_size)
+        problem = self.problem(inputs, options, world_size, Problem)  # sizes may be symbols, which are not looked up
         return token_shapes(problem, self.capacity(problem, options))
 
     @staticmethod
