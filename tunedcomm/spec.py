@@ -190,6 +190,8 @@ class Limits:
         panel_bytes: largest panels (matrices of fused GEMMs) that may be allocated.
         launch_pdl: programmatic dependent launch may be used.
         host_cores: cores of the host whose shared memory serves the group's CPU tensors without kernels; else 0.
+        ordered: the policy admits `ordered` alone. Configs of such variants whose bits may differ cannot run then, and
+            variants that stand in for the library can.
     """
 
     backend: Literal["cuda", "host"]
@@ -205,6 +207,7 @@ class Limits:
     panel_bytes: int = 0
     launch_pdl: bool = True
     host_cores: int = 0
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

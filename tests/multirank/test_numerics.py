@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ from harness import run_ranks
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.kernels.all_reduce_rms_norm.op import given_of, ordered_norm
+from tunedcomm.kernels.common import in_order
 from tunedcomm.ops.call import CallPath
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Problem, get_op
 
 WORLD_SIZE = 2
 NUMEL = 40
+MIXED = (("float64", "sum"), ("float64", "avg"), ("int64", "sum"), ("float32", "max"))
+ROWS = ("all_reduce_bias", "all_reduce_rms_norm")
 launched: list[Launched] = []
 
 
@@ -130,6 +136,38 @@ def serving(rank: int) -> None:
         tunedcomm.ServingAllReduce(numerics="ordered", max_bytes=64)
 
 
+def inputs_that_no_kernel_takes(rank: int) -> None:
+    """fp64, integers, max, rows that are no whole packets, pieces: the bits of the rule, and never the library."""
+    with tunedcomm.numerics("ordered"), replaced(in_order, "_PIECE_BYTES", 256):
+        calls: list[tuple[str, dict[str, Any]]] = [
+            *(("all_reduce", {"dtype": dtype, "reduction": how}) for dtype, how in MIXED),
+            *(("reduce_scatter", {"dtype": dtype, "reduction": how}) for dtype, how in MIXED),
+            *((op, {"shape": (5, 67), "dtype": dtype}) for op in ROWS for dtype in ("bfloat16", "float64")),
+        ]
+        for op, changes in calls:
+            asked = dataclasses.replace(Problem(op, (131,), "float64", WORLD_SIZE, mode="eager"), **changes)
+            everyone = [get_op(op).make_inputs(asked, peer, 1, "random", "cpu") for peer in range(WORLD_SIZE)]
+            launched.clear()
+            got = getattr(tunedcomm, op)(*everyone[rank], **({"op": asked.reduction} if op not in ROWS else {}))
+            assert [seen.variant for seen in launched] == ["in_order"], asked
+            for out, due in zip(got if isinstance(got, tuple) else (got,), due_of(asked, everyone, rank), strict=True):
+                assert same_bits(out, due), asked
+
+
+def due_of(asked: Problem, everyone: list[tuple[torch.Tensor, ...]], rank: int) -> tuple[torch.Tensor, ...]:
+    """The op's rule; in fp64, of which two summands have one sum and one rounding, that of float64 references."""
+    spec = get_op(asked.op)
+    if asked.dtype != "bfloat16" and "rms_norm" not in asked.op:
+        return tuple(each.to(getattr(torch, asked.dtype)) for each in spec.reference(asked, everyone, rank))
+    if asked.dtype == "bfloat16" and asked.reduction == "sum":
+        assert spec.ordered_reference is not None
+        return spec.ordered_reference(asked, everyone, rank)
+    if asked.op == "all_reduce_rms_norm":
+        h = everyone[0][0] + everyone[1][0]
+        return ordered_norm(h, given_of(asked, everyone[rank])), h
+    return spec.reference(asked, everyone, rank)
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
@@ -140,12 +178,14 @@ CASES: dict[str, Case] = {
         ranks_must_agree,
         interception,
         serving,
+        inputs_that_no_kernel_takes,
     )
 }
 
 
 def body(rank: int, world_size: int) -> dict[str, str]:
-    spy_on_launches(launched)
+    for op in ("all_reduce", "reduce_scatter", *ROWS):
+        spy_on_launches(launched, op)
     os.environ.pop("TUNEDCOMM_NUMERICS", None)
     return run_cases(CASES, rank)
 

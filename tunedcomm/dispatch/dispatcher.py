@@ -13,7 +13,7 @@ from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInput
 from tunedcomm.selection.select import Decision, Registered, Source, choose
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, check_candidate, get_variant, variants
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, check_candidate, get_variant, variants
 
 # Sources of decisions on problems that were not tuned.
 MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
@@ -71,7 +71,8 @@ def decide(
 ) -> Decision:
     """The candidate that a group with this snapshot runs, and why. Pure: no clock, no files, no communication."""
     kernels.discover()
-    catalog = Registered(limits, source_hash_of)
+    ordered = forced is None and not admits(policy, "library")
+    catalog = Registered(replace(limits, ordered=ordered), source_hash_of)
     return choose(snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms)
 
 

@@ -97,8 +97,8 @@ class Catalog(Protocol):
         """The candidate that is known to beat the library here unmeasured, or None."""
         return None
 
-    def defaults(self, problem: Problem) -> Sequence[Candidate]:
-        """Each variant's default, those of kernels before those by the library's transfers."""
+    def defaults(self, problem: Problem, max_sms: int | None) -> Iterable[Candidate]:
+        """Each variant's default, or with fewer blocks where it takes more SMs; those without kernels come last."""
         return ()
 
 
@@ -137,13 +137,15 @@ class Registered(Catalog):
                 return Candidate.of(problem.op, variant.name, variant.default_config(problem, self.limits))
         return None
 
-    def defaults(self, problem: Problem) -> Sequence[Candidate]:
-        known = sorted(variants(problem.op).values(), key=lambda variant: (not variant.kernels, variant.name))
-        return [
-            Candidate.of(problem.op, variant.name, variant.default_config(problem, self.limits))
-            for variant in known
-            if not variant.is_library
-        ]
+    def defaults(self, problem: Problem, max_sms: int | None) -> Iterable[Candidate]:
+        for variant in sorted(variants(problem.op).values(), key=lambda variant: (not variant.kernels, variant.name)):
+            if variant.is_library:
+                continue
+            config = variant.default_config(problem, self.limits)
+            yield Candidate.of(problem.op, variant.name, config)
+            blocks = dict(variant.space.axes)["num_blocks"].values() if "num_blocks" in config and max_sms else ()
+            for count in sorted((int(each) for each in blocks if int(each) <= int(max_sms or 0)), reverse=True):
+                yield Candidate.of(problem.op, variant.name, {**config, "num_blocks": count})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,8 +529,11 @@ def _rule_of_thumb(lookup: _Lookup) -> Decision | None:
 def _unmeasured_default(lookup: _Lookup) -> Decision | None:
     """Where the library may not run, the default config of the first variant that can; None if none can."""
     failed = lookup.failed({lookup.problem.family})
-    for candidate in lookup.catalog.defaults(lookup.problem):
-        if reason := lookup.why_excluded(candidate) or failed.get(candidate):
+    for candidate in lookup.catalog.defaults(lookup.problem, lookup.max_sms):
+        # The library's own transfers take as many SMs as they like.
+        free = lookup.max_sms is not None and lookup.catalog.num_blocks(lookup.asked, candidate) < 0
+        judge = replace(lookup, max_sms=None, reasons={}) if free else lookup
+        if reason := judge.why_excluded(candidate) or failed.get(candidate):
             lookup.pass_over(candidate, reason)
             continue
         why = (
@@ -556,6 +561,8 @@ def _library(lookup: _Lookup) -> Decision:
         refused = f"policy {lookup.policy!r} admits no candidate for {lookup.problem}"
         if reason := lookup.catalog.why_no_kernel(lookup.problem, lookup.policy):
             raise InfeasibleError(f"{refused}, and tuning would find none: {reason}. Allow numerics='default'")
+        tried = {candidate.variant: reason for candidate, reason in lookup.passed.items()}
+        why = "; ".join([why, *(f"{name}: {reason}" for name, reason in tried.items())])
         raise InfeasibleError(f"{refused}: {why}; run `tunedcomm tune`, or allow numerics='default'")
     return _unmeasured(lookup, lookup.library, "library", f"the library: {why}{advice}")
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from tunedcomm.kernels.all_reduce.host import HostUnfused
-from tunedcomm.kernels.all_reduce_rms_norm.op import finish, form_of, given_of, ordered_norm, write
+from tunedcomm.kernels.all_reduce_rms_norm.op import given_of, norm_rows
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.reference import SUM_DTYPES, with_extras
+from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
@@ -33,18 +33,13 @@ class HostRmsNorm(HostUnfused, registered=True):
         import torch
 
         reduce, (tokens, hidden) = self.collectives(problem, config)[0].bind(workspace), problem.shape
-        step, form = max(_ELEMENTS // hidden, 1), form_of(problem)
-        parts = [slice(first, first + step) for first in range(0, tokens, step)]
+        step = max(_ELEMENTS // hidden, 1)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             given, h = given_of(problem, inputs), outputs[1].view(tokens, hidden)
             shared = given.residual is not None and given.residual.data_ptr() == h.data_ptr()
             s = torch.empty_like(h) if shared else h
             reduce((given.x,), (s,), stream)
-            for rows in parts:
-                extras = given.as_rows(problem, rows)
-                held = with_extras(s[rows], extras.bias, extras.residual)
-                y, *more = finish(form, ordered_norm(held, given), held.dtype, given.scale)
-                write(problem, outputs, (y, held, *more), rows)
+            norm_rows(problem, given, s, outputs, step)
 
         return run

@@ -216,7 +216,7 @@ def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank
 
 
 def ordered_norm(h: torch.Tensor, given: Given) -> torch.Tensor:
-    """Y of the stored h in fp32, before it is rounded.
+    """Y of the stored h in fp32, or of fp64 in that, before it is rounded.
 
     Divisors are tensors on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs. Its fp32
     root on CPUs may be a bit off, that of fp64 rounded to fp32 is not.
@@ -225,9 +225,20 @@ def ordered_norm(h: torch.Tensor, given: Given) -> torch.Tensor:
 
     total = _square_sum(h)
     mean = total / torch.full_like(total, h.shape[-1])
-    root = (mean + torch.full_like(total, given.eps)).double().sqrt().float()
+    root = (mean + torch.full_like(total, given.eps)).double().sqrt().to(total.dtype)
     factor = (torch.ones_like(root) / root).unsqueeze(-1)
-    return h.float() * factor * _weight(given, torch.float32)
+    return h.to(total.dtype) * factor * _weight(given, total.dtype)
+
+
+def norm_rows(problem: Problem, given: Given, s: torch.Tensor, outputs: tuple[Any, ...], step: int) -> None:
+    """Fill in a launch's outputs from the sum s, `step` rows at a time; s may be residual_out."""
+    form = form_of(problem)
+    for first in range(0, len(s), step):
+        rows = slice(first, first + step)
+        extras = given.as_rows(problem, rows)
+        held = with_extras(s[rows], extras.bias, extras.residual)
+        y, *more = finish(form, ordered_norm(held, given), held.dtype, given.scale)
+        write(problem, outputs, (y, held, *more), rows)
 
 
 def _weight(given: Given, dtype: torch.dtype) -> torch.Tensor:
@@ -274,7 +285,7 @@ def _square_sum(h: torch.Tensor) -> torch.Tensor:
             values = values[..., :half] + values[..., half:]
         return values[..., 0]
 
-    squares = h.float() * h.float()
+    squares = h.to(torch.promote_types(h.dtype, torch.float32)).square()
     if h.element_size() == 2:
         pairs = torch.nn.functional.pad(squares, (0, -squares.shape[-1] % 2)).unflatten(-1, (-1, 2))
         squares = pairs[..., 0] + pairs[..., 1]

@@ -81,11 +81,13 @@ def ordered_sum(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 
 
 def with_extras(s: torch.Tensor, *extras: torch.Tensor | None) -> torch.Tensor:
-    """A rounded sum plus a bias and a residual, from left to right in fp32, rounded once more."""
-    total = s.float()
+    """A rounded sum plus a bias and a residual, from left to right in fp32 (fp64 for fp64), rounded once more."""
+    import torch
+
+    total = s.to(torch.promote_types(s.dtype, torch.float32))
     for extra in extras:
         if extra is not None:
-            total = total + extra.float()
+            total = total + extra.to(total.dtype)
     return total.to(s.dtype)
 
 

@@ -6,6 +6,9 @@ where they are stored. They want bases at multiples of 16 bytes and rows of whol
 the host. Products are summed in fp32.
 
 The depth is walked in order with one accumulator, so a tile's bits do not depend on which block computes it, or when.
+GPUs multiply tiles of 64 rows and more by another instruction than smaller ones, and the interpreter's dot may add in
+an order that depends on the tile. Where `Limits.ordered` asks for the same bits from every config, all tiles have 64
+rows at least, or 32 × 32 × 32 on the host, however few rows there are.
 """
 
 from __future__ import annotations
@@ -248,6 +251,8 @@ _TILES = frozenset(
     }
 )
 _HOST_TILES = frozenset({(16, 32, 32, 4), (32, 32, 32, 4), (64, 64, 64, 4)})
+_ORDERED_HOST_TILE = (32, 32, 32)
+_ORDERED_ROWS = 64  # of a tile at least
 _LARGE_TILE = 128
 _GROUPED_ROWS = 8
 
@@ -359,6 +364,8 @@ def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int,
     m_, n_, k_ = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
     warps, stages = int(config["num_warps"]), int(config["num_stages"])
     size = ITEMSIZE[problem.dtype]
+    if limits.ordered and ((m_, n_, k_) != _ORDERED_HOST_TILE if limits.backend == "host" else m_ < _ORDERED_ROWS):
+        return f"tiles of {m_} rows may round otherwise than those of other configs, which numerics='ordered' excludes"
     if limits.backend == "host":
         if (m_, n_, k_, warps) not in _HOST_TILES:
             return "interpreted tiles differ in nothing but time: only 16x32x32, 32x32x32 and 64x64x64"
@@ -367,7 +374,7 @@ def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int,
     elif (m_, n_, k_ * size, warps) not in _TILES:
         return f"tiles of {m_}x{n_}x{k_} by {warps} warps are not among those that suit a GPU"
     for extent, block, name in ((rows, m_, "rows"), (n, n_, "columns"), (k, k_, "the depth")):
-        if block > 16 and block >= 2 * extent:
+        if block > 16 and block >= 2 * extent and not limits.ordered:
             return f"tiles of {block} are more than half empty: {name} are {extent}"
     if limits.backend == "host":
         return None
@@ -420,7 +427,7 @@ def tile_wish(problem: Problem, limits: Limits, *, rows: int) -> dict[str, float
         return {"block_m": 32, "block_n": 32, "block_k": 32, "group": 1, "num_warps": 4, "num_stages": 1}
     deep = 128 // ITEMSIZE[problem.dtype]
     if rows <= 64:
-        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        block_m = 64 if rows > 32 or limits.ordered else 32 if rows > 16 else 16
         return {"block_m": block_m, "block_n": 64, "block_k": 2 * deep, "group": 1, "num_warps": 4, "num_stages": 4}
     wide = 256 if num_tiles(rows, problem, {"block_m": 128, "block_n": 256}) >= limits.num_sms else 128
     # Of fp8 the high one, see `refuse_tiles`.

@@ -1,0 +1,94 @@
+"""in_order: the library moves every rank's parts, and PyTorch operators sum them in rank order.
+
+It serves what no kernel takes where the policy excludes the library: any dtype that the op takes, any rows, number of
+ranks and fabric, on GPUs and CPUs, in pieces, so that its extra memory does not grow with the message.
+
+Numerics: ordered; fp64 is summed in fp64. Graph-safe on NCCL.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels.common.variant import VariantBase, all_gather_single
+from tunedcomm.space import Config, Value
+from tunedcomm.spec import Limits, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+_PIECE_BYTES = 16 << 20  # of a rank's input that are under way at once
+
+
+def sum_in_order(parts: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The reduction over the first extent, in rank order.
+
+    Floats are summed from +0.0 in fp32, or fp64 if they are that wide, and rounded once. The divisor of a mean is a
+    tensor on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs.
+    """
+    import torch
+
+    if reduction in ("max", "min"):
+        pick, found = torch.maximum if reduction == "max" else torch.minimum, parts[0]
+        for part in parts[1:]:
+            found = pick(found, part)
+        return found
+    is_float = parts.is_floating_point()
+    total = torch.zeros_like(
+        parts[0], dtype=torch.promote_types(parts.dtype, torch.float32) if is_float else parts.dtype
+    )
+    for part in parts:
+        total += part.to(total.dtype)
+    if reduction == "avg":
+        total = total / torch.full_like(total, len(parts))
+    return total.to(parts.dtype) + 0.0 if is_float else total  # a mean that rounds to −0.0 is written as +0.0
+
+
+def _scatter(rows: torch.Tensor, reduction: str, group: Any) -> torch.Tensor:
+    """This rank's row of the reduction of every rank's [ranks, n]."""
+    import torch
+    import torch.distributed as dist
+
+    come = torch.empty_like(rows)
+    exchange: Any = dist.all_to_all_single
+    exchange(come.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8), group=group)
+    return sum_in_order(come, reduction)
+
+
+def scatter_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: Any) -> None:
+    """Reduce every rank's x [ranks, n] in rank order; rank r gets row r in out [n]."""
+    step = max(_PIECE_BYTES // (len(x) * x.element_size()), 1)
+    for first in range(0, len(out), step):
+        rows = x[:, first : first + step].contiguous()
+        out[first : first + step] = _scatter(rows, reduction, group)
+
+
+def reduce_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: Any) -> None:
+    """Reduce every rank's x [n] in rank order into out [n], which may be x."""
+    import torch
+    import torch.distributed as dist
+
+    ranks, gather = dist.get_world_size(group), all_gather_single()
+    step = max(_PIECE_BYTES // x.element_size(), 1)
+    for first in range(0, len(x), step):
+        piece = x[first : first + step]
+        rows = piece.new_zeros((ranks, -(-len(piece) // ranks)))
+        rows.view(-1)[: len(piece)] = piece
+        mine = _scatter(rows, reduction, group)
+        gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8), group=group)
+        out[first : first + step] = rows.view(-1)[: len(piece)]
+
+
+class InOrderVariant(VariantBase):
+    """A variant that only runs where the policy excludes the library."""
+
+    name = "in_order"
+    summary = "the library moves, PyTorch operators sum in rank order; runs where numerics='ordered' and no kernel can"
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if not limits.ordered:
+            return "it stands in for the library, and runs where numerics='ordered' excludes that"
+        return "there is nothing to do" if problem.numel == 0 else None
+
+    def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
+        return {}
