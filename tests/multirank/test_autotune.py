@@ -68,7 +68,7 @@ def rank_0_stores_it(rank: int) -> None:
         assert run.command.startswith("tunedcomm.autotune")
         assert run.finished_at is not None
         assert {trial.run_id for trial in database.trials()} == {run.id}
-        assert {trial.problem for trial in database.trials(final=True)} == {problem_of(numel) for numel in SIZES}
+        assert {trial.problem for trial in database.trials() if trial.status == "ok"} == set(map(problem_of, SIZES))
 
 
 def the_next_start_has_nothing_to_do(rank: int) -> None:

@@ -78,6 +78,6 @@ def test_every_launch_beside_others_is_judged(name: str) -> None:
 def test_both_lanes_run_beside_each_other_with_small_grids() -> None:
     rows, others = run_ranks(2, body, ("all_reduce_bias", "all_to_all_v"), (), "concurrent", timeout=300)
     assert [row["launches"] for row in rows] == [row["launches"] for row in others]
-    assert {row["variant"] for row in rows if row["not_run"]} == {"library"}
+    assert {row["variant"] for row in rows if row["not_run"]} == {"library", "in_order"}
     assert all(row["launches"] >= 2 for row in rows if not row["not_run"])
     assert not any(row["wrong"] for row in rows)
