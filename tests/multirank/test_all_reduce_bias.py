@@ -48,7 +48,7 @@ def public_body(rank, world_size):
         (expected,) = get_op(OP).ordered_reference(problem, everyone, rank)
         expected = expected.reshape(shape)
         x, bias = everyone[rank][0].reshape(shape), everyone[rank][1]
-        for name in variants(OP) if shape[-1] % 8 == 0 else ["library"]:
+        for name in sorted(variants(OP).keys() - {"in_order"}) if shape[-1] % 8 == 0 else ["library"]:
             with tunedcomm.force(OP, name):
                 for _ in range(3):
                     held, out = x.clone(), torch.full_like(x, float("nan"))
