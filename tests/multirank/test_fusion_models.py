@@ -177,5 +177,5 @@ def inductor_body(rank: int, world_size: int) -> list[str]:
 def test_inductor(tmp_path_factory: pytest.TempPathFactory) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
-    found = [f"{['gemm_ar'] * 4} of 5", "[] of 0"]  # two in the forward pass, two in the backward pass
+    found = [f"{['gemm_ar'] * 4} of 6", "[] of 0"]  # two in the forward pass, two in the backward pass
     assert run_ranks(WORLD_SIZE, inductor_body, timeout=240, env=env) == [found] * WORLD_SIZE
