@@ -139,7 +139,7 @@ def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[Trial], 
     with Database.open(path) as database:
         outcome = sweep(spec_of(shapes=((64,),)), database)
         assert outcome.progress.trials == 0
-        assert outcome.progress.num_gangs == 1
+        assert outcome.progress.num_gangs == 0
         assert len(database.trials()) == len(trials)
         assert outcome.num_skipped == 11
         broken = {fate.variant for fate in outcome.fates if fate.is_broken}
