@@ -71,6 +71,7 @@ def job_settings(limits: Limits, problems: Collection[Problem], policy: Numerics
         final_rounds=12,
         host_calls=20 if is_fast else 1,
         round_budget_us=_ROUND_BUDGET_US,
+        short=True,
         peer_timeout_s=PEER_TIMEOUT_S,
         failures_per_variant=1,
     )

@@ -44,6 +44,7 @@ class Settings:
         final_rounds: ones in the finals.
         host_calls: launches of a round on the host at most, where they are short.
         round_budget_us: timed rounds of a trial take no longer than this in all, but two of them; 0 is no bound.
+        short: finals make no more launches before their late check than a search does.
         failures_per_variant: a variant is left alone in this sweep after so many lost gangs.
     """
 
@@ -62,6 +63,7 @@ class Settings:
     final_rounds: int = 20
     host_calls: int = 1
     round_budget_us: float = 0.0
+    short: bool = False
     start_timeout_s: float = 240.0
     compile_timeout_s: float = 120.0
     trial_timeout_s: float = 30.0

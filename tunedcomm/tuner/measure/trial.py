@@ -486,7 +486,7 @@ class TrialRunner:
             rounds = min(rounds, max(2, int(most_us / (contender.calls * look.p50_us + library_us))))
         latencies = self._rounds(bench, contenders, rounds)
         done = (self._settings.first_rounds + rounds) * contender.calls
-        is_long = command.final and not self._settings.round_budget_us
+        is_long = command.final and not self._settings.short
         more = check.launches_to_go(done, latencies[0].p50_us, final=is_long)
         self._check_late(bench, contender, launch, done, more, ordered=ordered)
         baseline_us = latencies[1].p50_us if len(latencies) > 1 else None
