@@ -23,7 +23,7 @@ import tunedcomm
 from tunedcomm.spec import Problem
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20)
-SAMPLE_US = 5000.0  # at least, where 200 calls take so long
+SAMPLE_US = 20_000.0  # at least, where 200 calls take so long; ranks leave a barrier ms apart
 GLOO: dict[str, Callable[..., object]] = {
     "all_gather": dist.all_gather_into_tensor,
     "reduce_scatter": dist.reduce_scatter_tensor,
@@ -67,8 +67,9 @@ def main() -> None:
         calls = contenders(problem, torch.randn(shape[0] * parts).to(dtype))
         counts = {}
         for name, call in calls.items():
-            sample_us(call, 3)
-            counts[name] = max(2, min(200, int(SAMPLE_US / max(everyones(sample_us(call, 3))))))
+            counts[name] = 2
+            while counts[name] < 200 and max(everyones(counts[name] * sample_us(call, counts[name]))) < SAMPLE_US:
+                counts[name] *= 2
         rounds = [[sample_us(call, counts[name]) for name, call in calls.items()] for _ in range(args.rounds)]
         candidate = tunedcomm.explain(communicator, problem).candidate
         for name, latency in zip(calls, slowest(list(zip(*rounds, strict=True))), strict=True):

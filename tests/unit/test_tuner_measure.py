@@ -122,6 +122,16 @@ def test_rounds_change_the_order_of_contenders_behind_a_barrier() -> None:
     assert "".join(seen) == "|bb|aa|cc"
 
 
+def test_a_lead_brings_the_ranks_together_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(has_device=False)
+    monkeypatch.setattr(measure, "time", machine)
+    late_us = iter([900.0, 5.0, 5.0])  # the first launch behind a barrier waits for a peer
+    contender = measure.contend(
+        lambda i, o, s: machine.work(next(late_us)), (), (), calls=2, graph=False, stream=None, lead=True
+    )
+    assert measure.take_rounds(machine.device_barrier, [contender], 1, None) == [[pytest.approx(5.0)]]
+
+
 def test_launches_a_round_take_about_a_millisecond() -> None:
     """From µs."""
     for us in (12.0, 50.0, 95.0):

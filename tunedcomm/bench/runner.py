@@ -207,30 +207,45 @@ class Bencher:
                 return worst, reason
         return worst, ""
 
-    def _timed(self, problem: Problem, contender: Contender, calls: int, *, graph: bool = True) -> measure.Contender:
+    def _timed(
+        self, problem: Problem, contender: Contender, calls: int, *, graph: bool = True, lead: bool = False
+    ) -> measure.Contender:
         """Something to time: so many calls of the contender, captured where the problem's mode says so."""
         first, *further = contender.turns
         graph = graph and problem.mode == "graph"
-        launch = contender.launch
-        return measure.contend(launch, first, (), calls=calls, graph=graph, stream=self._stream, further=further)
+        return measure.contend(
+            contender.launch, first, (), calls=calls, graph=graph, stream=self._stream, further=further, lead=lead
+        )
 
-    def _calls(self, problem: Problem, contender: Contender) -> int:
-        """Launches of a round."""
-        if self._stream is None:
-            return 1
-        probe = [self._timed(problem, contender, 10)]
-        measure.take_rounds(self._barrier, probe, 1, self._stream)
-        mine = measure.take_rounds(self._barrier, probe, 2, self._stream)[0]
+    def _probe_us(self, timed: measure.Contender) -> float:
+        """The longest of two rounds on any rank."""
+        mine = measure.take_rounds(self._barrier, [timed], 2, self._stream)[0]
         slowest = torch.tensor([max(mine)], device=self._communicator.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return measure.calls_for(float(slowest.item()))
+        return float(slowest.item())
+
+    def _all_timed(self, problem: Problem, contenders: Sequence[Contender]) -> list[measure.Contender]:
+        """The contenders with as many launches a round as the first one needs, on the host each for itself."""
+        if self._stream is None:
+            return [self._timed_on_host(problem, contender) for contender in contenders]
+        probe = self._timed(problem, contenders[0], 10)
+        measure.take_rounds(self._barrier, [probe], 1, self._stream)
+        calls = measure.calls_for(self._probe_us(probe))
+        return [self._timed(problem, contender, calls) for contender in contenders]
+
+    def _timed_on_host(self, problem: Problem, contender: Contender) -> measure.Contender:
+        single = self._timed(problem, contender, 1)
+        if measure.is_long(self._probe_us(single)):
+            return single
+        probe_us = self._probe_us(self._timed(problem, contender, 2, lead=True))
+        return self._timed(problem, contender, measure.calls_for(probe_us, on_host=True), lead=True)
 
     def _time(self, problem: Problem, contenders: Sequence[Contender], values: Tensors) -> list[Any]:
         """Latencies, of rounds of all; inputs are restored in between, since in place they grow with every launch."""
-        calls = self._calls(problem, contenders[0])
-        timed = [self._timed(problem, contender, calls) for contender in contenders]
+        timed = self._all_timed(problem, contenders)
         times: list[list[float]] = [[] for _ in timed]
-        for number in range(_HOST_ROUNDS if self._stream is None else _ROUNDS):
+        is_quick = self._stream is not None or all(one.lead for one in timed)
+        for number in range(_ROUNDS if is_quick else _HOST_ROUNDS):
             for contender in contenders:
                 contender.load(values)
             for index, new in enumerate(measure.take_rounds(self._barrier, timed, 1, self._stream, first=number)):

@@ -69,7 +69,7 @@ def job_settings(limits: Limits, problems: Collection[Problem], policy: Numerics
         first_rounds=2 if on_gpu else 3,
         more_rounds=6 if on_gpu else 8,
         final_rounds=12,
-        host_calls=20 if is_fast else 1,
+        for_kernels=on_gpu or not is_fast,
         round_budget_us=_ROUND_BUDGET_US,
         short=True,
         peer_timeout_s=PEER_TIMEOUT_S,
@@ -231,8 +231,8 @@ def run_in_job(
         stack.enter_context(torch.autocast(communicator.device.type, enabled=False))
         while True:
             if runner is None:
-                for_kernels = settings.backend == "cuda" or settings.host_calls == 1
-                gang = Gang(control, communicator.with_own_memory(PEER_TIMEOUT_S, for_kernels=for_kernels))
+                own = communicator.with_own_memory(PEER_TIMEOUT_S, for_kernels=settings.for_kernels)
+                gang = Gang(control, own)
                 gang.synchronize()  # with what the program has launched before: its kernels take room, too
                 gang.barrier()
                 runner = TrialRunner(gang, settings)

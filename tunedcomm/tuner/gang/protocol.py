@@ -42,8 +42,8 @@ class Settings:
         first_rounds: timed replays (launches on the host) of the first look.
         more_rounds: further ones, interleaved with the library, for those within reach.
         final_rounds: ones in the finals.
-        host_calls: launches of a round on the host at most, where they are short.
         round_budget_us: timed rounds of a trial take no longer than this in all, but two of them; 0 is no bound.
+        for_kernels: trials in a running job get memory for kernels; on the host only interpreted ones need it.
         short: finals make no more launches before their late check than a search does.
         failures_per_variant: a variant is left alone in this sweep after so many lost gangs.
     """
@@ -61,8 +61,8 @@ class Settings:
     first_rounds: int = 3
     more_rounds: int = 12
     final_rounds: int = 20
-    host_calls: int = 1
     round_budget_us: float = 0.0
+    for_kernels: bool = True
     short: bool = False
     start_timeout_s: float = 240.0
     compile_timeout_s: float = 120.0

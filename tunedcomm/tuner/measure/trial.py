@@ -57,8 +57,6 @@ class CompileCount:
 # (kind, number) of the cases to launch.
 Plan: TypeAlias = list[tuple[str, int]]
 _SLOT_OF_SECOND = 3  # behind those of the odd shapes
-# As many launches as the library makes in this time are a round on the host, beside which a barrier's skew is small.
-_HOST_ROUND_US = 5000.0
 # Launches of a candidate that seems to leak: it does if every batch takes more memory.
 _LEAK_BATCHES, _LEAK_LAUNCHES = 5, 4
 
@@ -420,20 +418,23 @@ class TrialRunner:
     def _contend(self, bench: Bench, candidate: Candidate, launch: Launch) -> Contender:
         """Make a contender on every rank, and vote before any rank runs it.
 
-        The first one of a problem, the library if it runs, says how many launches a round has. On the host it has one
-        launch a round itself, for others are far faster there, and so has an interpreted kernel.
+        The first one of a problem, the library if it runs, says how many launches a round has. On the host each says it
+        for itself, for they differ a hundredfold; an interpreted kernel has one.
         """
         if self._stream is None and get_variant(candidate.op, candidate.variant).kernels:
             return self._make_contender(bench, launch, 1)
         if self._stream is None:
-            most = int(_HOST_ROUND_US / bench.baseline_us) if bench.baseline_us else 1
-            return self._make_contender(bench, launch, max(1, min(self._settings.host_calls, most)))
+            (probe,) = self._rounds(bench, [self._make_contender(bench, launch, 1)], 2)
+            if measure.is_long(probe.p50_us):
+                return self._make_contender(bench, launch, 1)
+            (probe,) = self._rounds(bench, [self._make_contender(bench, launch, 2, lead=True)], 2)
+            return self._make_contender(bench, launch, measure.calls_for(probe.p50_us, on_host=True), lead=True)
         if not bench.calls:
             (probe,) = self._rounds(bench, [self._make_contender(bench, launch, 10)], 2)
             bench.calls = measure.calls_for(probe.p50_us)
         return self._make_contender(bench, launch, bench.calls)
 
-    def _make_contender(self, bench: Bench, launch: Launch, calls: int) -> Contender:
+    def _make_contender(self, bench: Bench, launch: Launch, calls: int, *, lead: bool = False) -> Contender:
         def action() -> Contender:
             return measure.contend(
                 launch,
@@ -443,6 +444,7 @@ class TrialRunner:
                 graph=bench.problem.mode == "graph",
                 stream=self._stream,
                 further=bench.further,
+                lead=lead,
             )
 
         contender, trouble, reason = self._guard(action)

@@ -276,7 +276,6 @@ def _settings(spec: MachineSpec, backend: Literal["cuda", "host"], world_size: i
             first_rounds=2,
             more_rounds=8,
             final_rounds=8,
-            host_calls=20,
             round_budget_us=200_000.0,
             trial_timeout_s=60.0,
             peer_timeout_s=20.0,
