@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,6 +166,17 @@ def streams_body() -> dict[str, object]:
     torch.cuda.synchronize()
     assert all(same_bits(a, b) for a, b in late)
     return {"calls": len(results) + len(late)}
+
+
+def slices_body() -> dict[str, object]:
+    """2,000 slices of batches of the op SLICES_OP: the bits that they have inside the whole."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from slices import Draws, compare
+
+    draws = Draws(get_communicator(), os.environ["SLICES_OP"])
+    ran = compare(draws, 500, 4)
+    assert len(ran) > 1, ran
+    return {"ran": dict(ran)}
 
 
 def groups_body() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""bench/stress.py on real GPUs: every variant of every op in the midst of the others."""
+"""Many launches on real GPUs: every variant in the midst of the others, and slices of batches beside the whole."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from slices import OPS
+from test_all_reduce_gpu import run
 
 ROOT = Path(__file__).parents[2]
 GEMMS = ("ag_gemm", "gemm_ar", "gemm_rs")
@@ -29,3 +31,10 @@ def test_nothing_is_wrong_and_nothing_hangs(ops: tuple[str, ...], world_size: in
     rows = list(csv.DictReader(table.open(encoding="utf-8")))
     assert all(row["launches"] == "300" or row["not_run"] for row in rows), rows
     assert {row["op"] for row in rows} >= set(ops)
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.gpu(2)
+def test_slices_have_the_bits_of_the_whole(op: str) -> None:
+    assert len(run("slices", 2, timeout=1500.0, SLICES_OP=op, DUMP_AFTER_S="1450")) == 2

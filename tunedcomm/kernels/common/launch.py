@@ -190,17 +190,39 @@ def _as_int64(value: int) -> Any:
     return tl.tensor(TensorHandle(np.array([value], dtype=np.int64), tl.int64), tl.int64)
 
 
+def _dot_in_order(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+    """The interpreter's dot, summed in the order of the depth.
+
+    numpy's products add in an order that depends on the element's place in the block, and a row's bits with it.
+    """
+    import numpy as np
+
+    x, y, found = a.data, b.data, total.data
+    if not x.dtype.kind == y.dtype.kind == "f" or x.ndim != 2:  # other types are raw bits there
+        return type(builder).create_dot(builder, a, b, total, *options)
+    terms = np.empty((x.shape[1] + 1, *found.shape), dtype=found.dtype)
+    terms[0] = found
+    np.multiply(x.T[:, :, None], y[:, None, :], out=terms[1:], dtype=found.dtype)
+    return type(total)(np.add.reduce(terms, axis=0), total.dtype.scalar)
+
+
 # Triton's interpreter keeps the running program in globals. Kernels of one process follow each other.
 _interpreter = threading.Lock()
 
 
 def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
+    from triton.runtime.interpreter import interpreter_builder as builder
+
     kernel, constants = request.resolve(), dict(request.constants)
 
     def launch(stream: int, *args: int) -> None:
         del stream
         with _interpreter:
-            kernel[(grid,)](*(_as_int64(value) for value in args), **constants)
+            builder.create_dot = functools.partial(_dot_in_order, builder)
+            try:
+                kernel[(grid,)](*(_as_int64(value) for value in args), **constants)
+            finally:
+                del builder.create_dot
 
     return BoundKernel(functools.partial(_fill_in, launch))
 

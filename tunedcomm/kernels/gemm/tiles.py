@@ -6,9 +6,8 @@ where they are stored. They want bases at multiples of 16 bytes and rows of whol
 the host. Products are summed in fp32.
 
 The depth is walked in order with one accumulator, so a tile's bits do not depend on which block computes it, or when.
-GPUs multiply tiles of 64 rows and more by another instruction than smaller ones, and the interpreter's dot may add in
-an order that depends on the tile. Where `Limits.ordered` asks for the same bits from every config, all tiles have 64
-rows at least, or 32 × 32 × 32 on the host, however few rows there are.
+GPUs multiply tiles of 64 rows and more by another instruction than smaller ones. Where `Limits.ordered` asks for the
+same bits from every config, all tiles there have 64 rows at least, however few rows there are.
 """
 
 from __future__ import annotations
@@ -251,7 +250,6 @@ _TILES = frozenset(
     }
 )
 _HOST_TILES = frozenset({(16, 32, 32, 4), (32, 32, 32, 4), (64, 64, 64, 4)})
-_ORDERED_HOST_TILE = (32, 32, 32)
 _ORDERED_ROWS = 64  # of a tile at least
 _LARGE_TILE = 128
 _GROUPED_ROWS = 8
@@ -364,7 +362,7 @@ def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int,
     m_, n_, k_ = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
     warps, stages = int(config["num_warps"]), int(config["num_stages"])
     size = ITEMSIZE[problem.dtype]
-    if limits.ordered and ((m_, n_, k_) != _ORDERED_HOST_TILE if limits.backend == "host" else m_ < _ORDERED_ROWS):
+    if limits.ordered and limits.backend == "cuda" and m_ < _ORDERED_ROWS:
         return f"tiles of {m_} rows may round otherwise than those of other configs, which numerics='ordered' excludes"
     if limits.backend == "host":
         if (m_, n_, k_, warps) not in _HOST_TILES:
