@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 AREAS = {
     "selection": ["unit/test_selection_*.py", "unit/test_growth.py", "unit/test_shipped.py"],
     "dispatch": [
-        "multirank/test_dispatch*.py", "multirank/test_agreement.py", "multirank/test_nan_check.py",
-        "multirank/test_miss_counts.py", "multirank/test_communicator.py", "multirank/test_pins.py",
+        "multirank/test_dispatch.py", "multirank/test_agreement.py", "multirank/test_checks.py",
+        "multirank/test_miss_counts.py", "multirank/test_communicator.py",
         "multirank/test_lost_peer.py", "multirank/test_bad_input.py", "unit/test_misses.py", "unit/test_db_misses.py",
     ],
     "db": ["unit/test_db_*.py", "unit/test_manifest*.py", "unit/test_transfer*.py"],

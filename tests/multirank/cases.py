@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import logging
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +22,19 @@ from tunedcomm import kernels, spec
 from tunedcomm.spec import Problem, get_op, register_variant, variants
 
 __all__ = [
+    "HOST",
     "PEER_TIMEOUT_S",
     "Case",
     "Launched",
+    "Ranks",
     "gives_up_in_time",
     "inputs_of",
     "logged",
+    "replaced",
     "report",
     "run_cases",
     "run_each",
+    "run_on_ranks",
     "same_bits",
     "settings",
     "spy_on_launches",
@@ -38,8 +44,40 @@ Case = Callable[[int], None]
 
 # Where a peer is lost on purpose: beside other tests on two cores a good call may take over a second.
 PEER_TIMEOUT_S = 3.0
+# For tests that keep the variants for CPU tensors.
+HOST = {"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_DB": "/nonexistent/tuned.db", "TUNEDCOMM_MISS_LOG": "0"}
 # What such a machine may stand still for.
 _STALL_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """How the tests of a module that have a parameter `rank` run; each such module has one as `RANKS`.
+
+    Args:
+        world_size: ranks of the tests that have no parameter `world_size`.
+        timeout: seconds for all of them.
+        env: variables of the ranks, besides TEST_FOLDER, an empty folder for all of them.
+        prepare: fills that folder, here and before they start; gives more variables.
+        setup: called on every rank before the tests.
+        forget: without the caller's settings and the variants for CPU tensors (`run_cases`).
+    """
+
+    world_size: int = 2
+    timeout: float = 240.0
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prepare: Callable[[Path], dict[str, str]] | None = None
+    setup: Callable[[int], None] | None = None
+    forget: bool = True
+
+
+def run_on_ranks(rank: int, world_size: int, module: str, tests: Mapping[str, tuple[str, Any]]) -> dict[str, str]:
+    """Run a module's tests, by name to (function, arguments); test to its traceback, "" where it passed."""
+    found = importlib.import_module(module)
+    cases = {name: functools.partial(getattr(found, function), **more) for name, (function, more) in tests.items()}
+    if found.RANKS.setup is not None:
+        found.RANKS.setup(rank)
+    return (run_cases if found.RANKS.forget else run_each)(cases, rank)
 
 
 def run_cases(cases: Mapping[str, Case], rank: int) -> dict[str, str]:

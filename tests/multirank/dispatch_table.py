@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from cases import Case, Launched, run_cases, same_bits, spy_on_launches
-from harness import run_ranks
+from cases import Launched, Ranks, same_bits, spy_on_launches
 
 import tunedcomm
 from tunedcomm import kernels
@@ -25,6 +24,7 @@ __all__ = [
     "DUBIOUS",
     "LARGE",
     "MIDDLE",
+    "ON_TABLE",
     "SMALL",
     "TUNED",
     "WORLD_SIZE",
@@ -33,8 +33,6 @@ __all__ = [
     "launched",
     "problem",
     "ran",
-    "run_on_table",
-    "run_with_table",
     "tuned_config",
     "write_database",
 ]
@@ -137,14 +135,10 @@ def check_tuned(rank: int, numel: int, variant: str, source: str, config: dict[s
     assert tunedcomm.explain(get_communicator(), problem(numel)) == plan.decision
 
 
-def run_on_table(cases: Mapping[str, Case], rank: int) -> dict[str, str]:
-    """`run_cases` with every launch kept in `launched`."""
-    spy_on_launches(launched)
-    return run_cases(cases, rank)
+def make_table(folder: Path) -> dict[str, str]:
+    """Write the table where ranks find their user database."""
+    write_database(folder / "tuned.db")
+    return {"TEST_DB": str(folder / "tuned.db")}
 
 
-def run_with_table(body: Callable[[int, int], Any], folder: Path, **env: str) -> list[Any]:
-    """`body` on every rank, with the table as the user database; what is in `env` reaches the ranks."""
-    database = folder / "tuned.db"
-    write_database(database)
-    return run_ranks(WORLD_SIZE, body, env={"TEST_DB": str(database), **env}, timeout=120)
+ON_TABLE = Ranks(WORLD_SIZE, prepare=make_table, setup=lambda rank: spy_on_launches(launched))

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, replaced, report, run_cases
-from harness import run_ranks
+from cases import PEER_TIMEOUT_S, Ranks, gives_up_in_time, replaced
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
@@ -20,10 +19,7 @@ from tunedcomm.kernels.common import copies
 from tunedcomm.ops import symmetric
 
 WORLD_SIZE = 3
-
-
-def refused(text: str) -> Any:
-    return pytest.raises(tunedcomm.UnsupportedInputError, match=text)
+RANKS = Ranks(WORLD_SIZE)
 
 
 def shard(rank: int, rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -41,7 +37,7 @@ def sums_of(gather: tunedcomm.GatherProgress, columns: int) -> torch.Tensor:
     return sums
 
 
-def chunks(rank: int) -> None:
+def test_chunks(rank: int) -> None:
     """Every chunk is whole when its flag is there, call after call on one output, chunks and sizes changing."""
     shuffle = random.Random(1)
     columns = 8
@@ -70,7 +66,7 @@ def chunks(rank: int) -> None:
         assert torch.equal(gather.finish(), torch.cat(every))
 
 
-def among_other_calls(rank: int) -> None:
+def test_among_other_calls(rank: int) -> None:
     """Other collectives may come between beginning and end; a gather that was not finished is by the next."""
     out = tunedcomm.symmetric_empty((6 * WORLD_SIZE, 4), dtype=torch.float32)
     for seed in range(6):
@@ -85,34 +81,29 @@ def among_other_calls(rank: int) -> None:
     gather.finish()
 
 
-def bad_input(rank: int) -> None:
+def test_bad_input(rank: int) -> None:
     out = tunedcomm.symmetric_empty((4 * WORLD_SIZE, 4), dtype=torch.float32)
     x = shard(rank, 4, 4, 0)
     gather = tunedcomm.all_gather_with_progress
-    with refused("must be symmetric memory .* make it with tunedcomm.symmetric_empty"):
-        gather(x, out=torch.empty(4 * WORLD_SIZE, 4))
-    with refused(r"has shape \(12, 4\), torch.float32; the result of gathering \(5, 4\), torch.float32 has shape"):
-        gather(shard(rank, 5, 4, 0), out=out)
-    with refused("the result of gathering"):
-        gather(torch.tensor(1.0), out=out)
-    with refused("has 4 rows of 12 bytes"):
-        gather(x[:, :3], out=tunedcomm.symmetric_empty((4 * WORLD_SIZE, 3), dtype=torch.float32))
-    with refused("x of all_gather_with_progress lies in out"):
-        gather(out.view(-1)[:32].view(4, 8)[:, :4], out=out)
-    with refused("x of all_gather_with_progress lies in out"):
-        begin = (rank + 1) % WORLD_SIZE * 4
-        gather(out[begin : begin + 4], out=out)  # another rank's rows
-    for wrong in (0, 65, True, 2.0):
-        with refused(r"num_chunks=.* must be a number from 1 to 64"):
-            gather(x, out=out, num_chunks=wrong)
-    with refused(r"num_blocks=0 .* must be a number from 1 to 512"):
-        gather(x, out=out, num_blocks=0)
-    with refused("wants a torch.Tensor, got list"):
-        gather([1.0], out=out)
+    begin = (rank + 1) % WORLD_SIZE * 4  # another rank's rows
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (x, {"out": torch.empty(4 * WORLD_SIZE, 4)}, "symmetric memory"),
+        (shard(rank, 5, 4, 0), {}, r"has shape \(12, 4\)"),
+        (torch.tensor(1.0), {}, "the result of gathering"),
+        (x[:, :3], {"out": tunedcomm.symmetric_empty((4 * WORLD_SIZE, 3), dtype=torch.float32)}, "rows of 12 bytes"),
+        (out.view(-1)[:32].view(4, 8)[:, :4], {}, "lies in out"),
+        (out[begin : begin + 4], {}, "lies in out"),
+        *((x, {"num_chunks": wrong}, "num_chunks=.* from 1 to 64") for wrong in (0, 65, True, 2.0)),
+        (x, {"num_blocks": 0}, "num_blocks=0 .* from 1 to 512"),
+        ([1.0], {}, "got list"),
+    ]
+    for given, options, said in cases:
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=said):
+            gather(given, **{"out": out, **options})
     assert torch.equal(gather(x, out=out).finish(), torch.cat([shard(r, 4, 4, 0) for r in range(WORLD_SIZE)]))
 
 
-def a_lost_peer(rank: int) -> None:
+def test_a_lost_peer(rank: int) -> None:
     """A consumer that waits for a chunk that never comes gives up in time, and the group says for whom it waited."""
     os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = str(PEER_TIMEOUT_S)
     group = dist.new_group()
@@ -128,13 +119,14 @@ def a_lost_peer(rank: int) -> None:
     dist.barrier()
 
 
-def ended_elsewhere(rank: int) -> None:
+def test_ended_elsewhere(rank: int) -> None:
     """Where it ends on another stream, both streams wait for what is sent; in a capture it cannot end."""
     waited: list[int] = []
     out = tunedcomm.symmetric_empty((4 * WORLD_SIZE, 4), dtype=torch.float32)
     gather = tunedcomm.all_gather_with_progress(shard(rank, 4, 4, 0), out=out)
-    with replaced(symmetric, "is_capturing", lambda: True), refused("must end in the capture that it began in"):
-        gather.finish()
+    with replaced(symmetric, "is_capturing", lambda: True):
+        with pytest.raises(tunedcomm.UnsupportedInputError, match="must end in the capture"):
+            gather.finish()
     gather._stream = 7
     with replaced(copies.Copies, "wait", lambda self, stream, event: waited.append(stream)):
         gather.finish()
@@ -142,7 +134,7 @@ def ended_elsewhere(rank: int) -> None:
     assert torch.equal(out, torch.cat([shard(r, 4, 4, 0) for r in range(WORLD_SIZE)]))
 
 
-def taking_turns(rank: int) -> None:
+def test_taking_turns(rank: int) -> None:
     """Beside graphs of large kernels both its beginning and its end are eager calls in their turn."""
     turns: list[str] = []
 
@@ -163,22 +155,3 @@ def taking_turns(rank: int) -> None:
         assert turns == ["begin", "end"]
         gather.finish()
     assert turns == ["begin", "end"] * 2
-
-
-EVERY_CASE = (chunks, among_other_calls, bad_input, ended_elsewhere, taking_turns, a_lost_peer)
-CASES: dict[str, Case] = {case.__name__: case for case in EVERY_CASE}
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    del world_size
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=200)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_all_gather_with_progress(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)

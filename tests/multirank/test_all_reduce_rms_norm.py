@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from cases import HOST, Ranks
 from quick import QUICK, some
 from variant_checks import bits_of, check_variant, inputs_of_all, limits_of
 
@@ -18,6 +18,7 @@ from tunedcomm.ops.call import paths
 from tunedcomm.spec import Problem, get_op, get_variant, variants
 
 OP = "all_reduce_rms_norm"
+RANKS = Ranks(env=HOST, forget=False)
 kernels.discover()
 BASIC = [name for name in variants(OP) if not name.endswith("_quantized")]
 KERNELS = sorted(name for name in BASIC if variants(OP)[name].kernels)
@@ -29,9 +30,10 @@ def problem_of(shape, dtype, world_size, layout="residual", scaling=""):
     return Problem(OP, shape, dtype, world_size, layout=layout, scaling=scaling, mode="eager")
 
 
-def shapes_body(rank, world_size, dtype):
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_shapes(rank, world_size):
     """Every variant at shapes up and down on one lane, with all extras, on one lane that every call leaves fit."""
-    communicator, ran = get_communicator(), 0
+    communicator, ran, dtype = get_communicator(), 0, {2: "bfloat16", 3: "float16", 4: "float32"}[world_size]
     limits = limits_of(communicator)
     for seed, shape in some(enumerate((*SHAPES, *reversed(SHAPES)))):
         kind = "integers" if seed % 3 == 0 else "random"
@@ -40,43 +42,33 @@ def shapes_body(rank, world_size, dtype):
             if variant.infeasible(problem, variant.default(problem, limits), limits) is None:
                 check_variant(communicator, problem, name, seed=seed, kind=kind)
                 ran += 1
-    return ran
+    assert ran >= (3 if QUICK else 10) * len(BASIC)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_shapes(world_size):
-    dtype = {2: "bfloat16", 3: "float16", 4: "float32"}[world_size]
-    ran = run_ranks(world_size, shapes_body, dtype, timeout=240)
-    assert len(set(ran)) == 1
-    assert ran[0] >= (3 if QUICK else 10) * len(BASIC)
-
-
-def agreement_body(rank, world_size, dtype):
-    """All ordered variants in several configs on the same inputs; their bits."""
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float16"), (3, "bfloat16"), (4, "float32")])
+def test_ordered_variants_and_ranks_give_the_same_bits(rank, world_size, dtype):
+    """In several configs, on the same inputs."""
     communicator = get_communicator()
     ordered = [n for n in KERNELS if variants(OP)[n].numerics == "ordered"]
-    shuffle, found = random.Random(7), {}
+    shuffle, ran = random.Random(7), 0
     for number, (shape, layout) in enumerate((((3, 512), "residual"), ((2, 2048), "bias+residual"), ((5, 640), ""))):
-        problem = problem_of(shape, dtype, world_size, layout)
+        problem, found = problem_of(shape, dtype, world_size, layout), set()
         for name in ordered:
             variant, limits = get_variant(OP, name), limits_of(communicator)
             feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, limits) is None]
             for config in shuffle.sample(feasible, min(1 + (number == 0), len(feasible))):
                 outputs = check_variant(communicator, problem, name, seed=number, config=config)
-                found[f"{number} {name} {config}"] = [bytes(t.view(torch.uint8).numpy().tobytes()) for t in outputs]
-    return found
+                found.add(tuple(t.view(torch.uint8).numpy().tobytes() for t in outputs))
+                ran += 1
+        everyones = [None] * world_size
+        dist.all_gather_object(everyones, found)
+        assert len(set.union(*everyones)) == 1, number
+    assert ran >= 14
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float16"), (3, "bfloat16"), (4, "float32")])
-def test_ordered_variants_and_ranks_give_the_same_bits(world_size, dtype):
-    ranks = run_ranks(world_size, agreement_body, dtype, timeout=240)
-    for number in range(3):
-        same = {tuple(bits) for found in ranks for name, bits in found.items() if name.startswith(f"{number} ")}
-        assert len(same) == 1, number
-    assert len(ranks[0]) >= 14
-
-
-def lag_body(rank, world_size):
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_lag(rank, world_size):
     """two_shot with every lag, over more and fewer chunks than its areas hold; the same bits as the exact ones."""
     communicator, ran = get_communicator(), 0
     variant, limits = get_variant(OP, "two_shot"), limits_of(communicator)
@@ -88,20 +80,11 @@ def lag_body(rank, world_size):
                 if variant.infeasible(problem, config, limits) is None:
                     check_variant(communicator, problem, "two_shot", seed=seed, config=config)
                     ran += 1
-    return ran
+    assert ran == 17
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_lag(world_size):
-    assert run_ranks(world_size, lag_body, timeout=240) == [17] * world_size
-
-
-def _default_runs(variant, problem, limits):
-    return variant.infeasible(problem, variant.default(problem, limits), limits) is None
-
-
-def mixed_body(rank, world_size):
+def test_among_all_reduce_calls(rank, world_size):
     """The variants among those of all_reduce on one lane, in random order."""
     communicator, shuffle = get_communicator(), random.Random(3)
     plain = [n for n, v in variants("all_reduce").items() if v.kernels and v.numerics == "ordered"]
@@ -114,14 +97,9 @@ def mixed_body(rank, world_size):
             shape = shuffle.choice(((1, 256), (4, 128), (9, 512)))
             problem = problem_of(shape, "bfloat16", world_size, shuffle.choice(LAYOUTS))
             limits = limits_of(communicator)
-            fit = [n for n in KERNELS if _default_runs(get_variant(OP, n), problem, limits)]
+            found = {n: get_variant(OP, n) for n in KERNELS}
+            fit = [n for n, v in found.items() if v.infeasible(problem, v.default(problem, limits), limits) is None]
             check_variant(communicator, problem, shuffle.choice(fit), seed=seed)
-    return True
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_among_all_reduce_calls(world_size):
-    assert run_ranks(world_size, mixed_body, timeout=240) == [True] * world_size
 
 
 def inputs_for(rank, world_size, shape, dtype="bfloat16", layout="bias+residual", scaling=""):
@@ -143,7 +121,8 @@ def same(results, y, h):
     return torch.equal(bits_of(results[0]), bits_of(y)) and torch.equal(bits_of(results[1]), bits_of(h))
 
 
-def forms_body(rank, world_size):
+@pytest.mark.slow
+def test_public_call(rank, world_size):
     """Outputs new and given, the residual in place, strides, alignment and extras; the second call is fast."""
     for layout, scaling in (("bias+residual", ""), ("residual", "fp8"), ("", "")):
         given, y, h = inputs_for(rank, world_size, (2, 3, 64), layout=layout, scaling=scaling)
@@ -190,10 +169,9 @@ def forms_body(rank, world_size):
     torch.testing.assert_close(row[0], torch.ones(64))
     big = tunedcomm.all_reduce_rms_norm(torch.ones(64), torch.ones(64), eps=1e9)
     assert big[0].max() < 1e-3, "another eps is another result"
-    return True
 
 
-def residual_is_x_body(rank, world_size):
+def test_a_residual_that_is_the_input_has_a_fast_call(rank):
     """One tensor in two places has a fast call of its own, which refuses two tensors, and the other way round."""
     weight, x = torch.ones(64), torch.randn(4, 64)
     with tunedcomm.force(OP, "lamport"):
@@ -205,19 +183,9 @@ def residual_is_x_body(rank, world_size):
         assert same(fast(x, weight, None, x, *rest), y, h)
         assert same(tunedcomm.all_reduce_rms_norm(x, weight, residual=x.clone()), y, h)
         assert paths[OP].last[dist.group.WORLD](x, weight, None, x, *rest) is None
-    return True
 
 
-def test_a_residual_that_is_the_input_has_a_fast_call():
-    assert run_ranks(2, residual_is_x_body) == [True] * 2
-
-
-@pytest.mark.slow
-def test_public_call():
-    assert run_ranks(2, forms_body, timeout=240) == [True] * 2
-
-
-def bad_body(rank, world_size):
+def test_bad_input(rank, world_size):
     """Errors that name the argument; and that nothing hangs after them."""
     x, w = torch.ones(4, 64), torch.ones(64)
     whole = torch.ones(9, 64)
@@ -250,14 +218,10 @@ def bad_body(rank, world_size):
             tunedcomm.all_reduce_rms_norm(**{"x": x, "weight": w, **change})
     given, y, h = inputs_for(rank, world_size, (3, 64), dtype="float32")
     torch.testing.assert_close(tunedcomm.all_reduce_rms_norm(**given, numerics="any", max_sms=8), (y, h))
-    return True
 
 
-def test_bad_input():
-    assert run_ranks(2, bad_body) == [True] * 2
-
-
-def alone_body(rank, world_size):
+@pytest.mark.parametrize("world_size", [pytest.param(1, id="alone")])
+def test_a_group_of_one(rank, world_size):
     x, w = torch.randn(4, 64), torch.randn(64)
     y, h = tunedcomm.all_reduce_rms_norm(x, w, residual=x, bias=w)
     torch.testing.assert_close(h, x + x + w)
@@ -265,14 +229,10 @@ def alone_body(rank, world_size):
     held = x.clone()
     tunedcomm.all_reduce_rms_norm(x, w, residual=held, bias=w, residual_out=held)
     assert torch.equal(held, h)
-    return True
 
 
-def test_a_group_of_one():
-    assert run_ranks(1, alone_body) == [True]
-
-
-def subgroups_body(rank, world_size):
+@pytest.mark.parametrize("world_size", [pytest.param(3, id="three")])
+def test_subgroups(rank, world_size):
     """Overlapping groups of two, used in turn."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     for _ in range(3):
@@ -281,8 +241,3 @@ def subgroups_body(rank, world_size):
                 given, y, h = inputs_for(rank - first, 2, (3, 64))
                 with tunedcomm.force(OP, "two_shot_lamport"):
                     assert same(tunedcomm.all_reduce_rms_norm(**given, group=group), y, h)
-    return True
-
-
-def test_subgroups():
-    assert run_ranks(3, subgroups_body) == [True] * 3

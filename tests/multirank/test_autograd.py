@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
-from cases import Case, Launched, report, run_cases, spy_on_launches
-from harness import run_ranks
-from quick import some_of
+from cases import Launched, Ranks, spy_on_launches
+from gemm_samples import FP8
+from quick import some
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import tunedcomm
 
 WORLD_SIZE = 2
+RANKS = Ranks()
 
 
 class Mine(torch.autograd.Function):
@@ -73,6 +74,15 @@ def experts(x: torch.Tensor, weights: torch.Tensor) -> Any:
     return tunedcomm.ep_combine(sent.tokens.sin() * sent.tokens, sent, weights)
 
 
+def several(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    found, gathered = tunedcomm.ag_gemm(a, [b, c.t()], return_gathered=True)
+    return (*found, gathered)
+
+
+def biased(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return tunedcomm.gemm_ar(a, b, bias=bias)
+
+
 CHECKED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "all_reduce": (tunedcomm.all_reduce, [(2, 3)]),
     "all_reduce avg": (functools.partial(tunedcomm.all_reduce, op="avg"), [(3,)]),
@@ -86,35 +96,24 @@ CHECKED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "all_reduce_bias": (tunedcomm.all_reduce_bias, [(2, 3), (3,)]),
     "all_reduce_rms_norm": (norm, [(2, 3), (3,), (3,), (2, 3)]),
     "all_reduce_rms_norm one row": (tunedcomm.all_reduce_rms_norm, [(3,), (3,)]),
+    "ag_gemm": (tunedcomm.ag_gemm, [(2, 3), (3, 2)]),
+    "ag_gemm nk": (lambda a, b: tunedcomm.ag_gemm(a, b.t()), [(1, 2, 3), (2, 3)]),
+    "ag_gemm gathered": (functools.partial(tunedcomm.ag_gemm, return_gathered=True), [(2, 3), (3, 2)]),
+    "ag_gemm list": (several, [(2, 3), (3, 2), (1, 3)]),
+    "ag_gemm list of one": (lambda a, b: tunedcomm.ag_gemm(a, [b])[0], [(1, 3), (3, 2)]),
+    "gemm_rs": (tunedcomm.gemm_rs, [(2, 3), (3, 2)]),
+    "gemm_rs avg nk": (lambda a, b: tunedcomm.gemm_rs(a, b.t(), op="avg"), [(2, 2, 3), (2, 3)]),
+    "gemm_ar": (biased, [(2, 3), (3, 2), (2,)]),
+    "gemm_ar nk, one row": (lambda a, b: tunedcomm.gemm_ar(a, b.t()), [(3,), (2, 3)]),
 }
 
 
-def differences(name: str, rank: int) -> None:
-    del rank
+@pytest.mark.parametrize("name", some(CHECKED))
+def test_gradient(rank: int, name: str) -> None:
     op, shapes = CHECKED[name]
     inputs = tuple(stacked(*shape) for shape in shapes)
     assert torch.autograd.gradcheck(as_one_function(op), inputs)
     assert torch.autograd.gradgradcheck(as_one_function(op), inputs)
-
-
-GRADIENT_CASES: dict[str, Case] = {
-    **{name: functools.partial(differences, name) for name in CHECKED},
-}
-GRADIENT_CASES = some_of(GRADIENT_CASES, 3)
-
-
-def gradient_body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(GRADIENT_CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def gradient_outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, gradient_body, timeout=120)
-
-
-@pytest.mark.parametrize("name", GRADIENT_CASES)
-def test_gradient(gradient_outcomes: list[dict[str, str]], name: str) -> None:
-    report(gradient_outcomes, name)
 
 
 def leaf(rank: int, *shape: int) -> torch.Tensor:
@@ -125,7 +124,7 @@ def grads(function: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> tuple
     return torch.autograd.grad(function(*leaves).square().sum(), leaves)
 
 
-def as_pytorch(rank: int) -> None:
+def test_as_torch_distributed_nn_functional(rank: int) -> None:
     x = leaf(rank, 4, 6)
     group = dist.group.WORLD
 
@@ -142,7 +141,7 @@ def as_pytorch(rank: int) -> None:
         torch.testing.assert_close(grads(ours, x), grads(theirs, x))
 
 
-def only_what_is_needed(rank: int) -> None:
+def test_only_what_is_needed(rank: int) -> None:
     """A bias alone needs no collective in the backward pass."""
     launched: list[Launched] = []
     with torch.no_grad():
@@ -170,7 +169,7 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def settings_carry_over(rank: int) -> None:
+def test_settings_carry_over(rank: int) -> None:
     """Group, policy and SMs of the forward pass hold for the backward pass."""
     name = dist.new_group(list(range(WORLD_SIZE)))
     chosen = {"numerics": "any", "max_sms": 8, "group": name}
@@ -184,7 +183,7 @@ def settings_carry_over(rank: int) -> None:
     assert recorded.calls == [reduced, reduced, scattered, gathered]
 
 
-def inside_no_grad(rank: int) -> None:
+def test_inside_no_grad(rank: int) -> None:
     x = leaf(rank, 6)
     with torch.no_grad():
         assert not tunedcomm.all_reduce(x).requires_grad
@@ -199,21 +198,28 @@ def inside_no_grad(rank: int) -> None:
             assert tunedcomm.all_reduce(x).requires_grad
 
 
-def refused_operators(rank: int) -> None:
+def test_refused_operators(rank: int) -> None:
     """Called by name, too, an operator without a gradient refuses and does not forget it."""
-    x, settings = leaf(rank, 6), (WORLD_SIZE, dist.group.WORLD.group_name)
-    ops = torch.ops.tunedcomm
-    w = torch.ones(6)
-    fp8 = (None, None, torch.ones(1), 1e-6, torch.float8_e4m3fn)
+    x, w, y, up = leaf(rank, 6), torch.ones(6), leaf(rank, 4, 6), leaf(10, 8, 6)
+    settings, ops = (WORLD_SIZE, dist.group.WORLD.group_name), torch.ops.tunedcomm
+    eight, b, one = y.detach().to(FP8).requires_grad_(), up.detach().to(FP8).t(), torch.ones(1)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce with op='max'": lambda: ops.all_reduce(x, "max", *settings),
         "reduce_scatter with op='min'": lambda: ops.reduce_scatter(x, "min", 0, *settings),
         "all_reduce in place": lambda: ops.all_reduce_(x * 1, "sum", *settings),
         "all_reduce into a given tensor": lambda: ops.all_reduce.out(x, "sum", *settings, out=torch.empty(6)),
-        "all_reduce_rms_norm with out_dtype": lambda: ops.all_reduce_rms_norm(x, w, *fp8, *settings),
-        "all_gather of torch.float8_e5m2": lambda: ops.all_gather(
-            x.detach().to(torch.float8_e5m2).requires_grad_(), 0, *settings
+        "all_reduce_rms_norm with out_dtype": lambda: ops.all_reduce_rms_norm(
+            x, w, None, None, one, 1e-6, FP8, *settings
         ),
+        "all_gather of torch.float8_e4m3fn": lambda: ops.all_gather(eight, 0, *settings),
+        "gemm_ar of torch.float8_e4m3fn": lambda: tunedcomm.gemm_ar(eight, b, scale_a=one, scale_b=one),
+        "gemm_rs of torch.float8_e4m3fn": lambda: ops.gemm_rs(eight, b, one, one, None, "sum", *settings),
+        "ag_gemm of torch.float8_e4m3fn": lambda: tunedcomm.ag_gemm(eight, [b], scale_a=one, scale_b=[one]),
+        "gemm_rs into a given tensor": lambda: tunedcomm.gemm_rs(y, up.t(), out=torch.empty(2, 8)),
+        "ag_gemm_gathered into a given tensor": lambda: tunedcomm.ag_gemm(
+            y, up.t(), out=torch.empty(8, 8), return_gathered=True
+        ),
+        "ag_gemm into a given tensor": lambda: tunedcomm.ag_gemm(y, [up.t()], out=[torch.empty(8, 8)]),
     }
     for text, call in calls.items():
         with pytest.raises(tunedcomm.UnsupportedInputError, match=f"{text}.* not differentiable"):
@@ -226,7 +232,7 @@ def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return tunedcomm.reduce_scatter(gathered.sigmoid(), dim=1) + tunedcomm.all_reduce(h, op="avg")
 
 
-def checkpointed(rank: int) -> None:
+def test_checkpointed(rank: int) -> None:
     x, w = leaf(rank, 4, 6), leaf(9, 6)
     wanted = grads(layer, x, w)
     for reentrant in (False, True):
@@ -235,20 +241,97 @@ def checkpointed(rank: int) -> None:
         torch.testing.assert_close((x.grad, w.grad), wanted, atol=0, rtol=0)
 
 
-def compiled(rank: int) -> None:
-    x, w = leaf(rank, 4, 6), leaf(9, 6)
-    wanted = grads(layer, x, w)
+def parts(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [4, 6] of this rank, and two weights [N, K] as linear layers keep them."""
+    return leaf(rank, 4, 6), leaf(rank + 10, 8, 6), leaf(rank + 20, 6, 8)
 
-    def recomputed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return checkpoint(layer, x, w, use_reentrant=False)
 
-    for function in (layer, recomputed):
+def by_parts(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """`fused` by collectives and products."""
+    h = torch.tanh(tunedcomm.all_gather(x) @ up.t())
+    return tunedcomm.reduce_scatter(h @ down.t(), op="avg") + tunedcomm.all_reduce(x @ up.t()) @ up
+
+
+def fused(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh(tunedcomm.ag_gemm(x, up.t()))
+    return tunedcomm.gemm_rs(h, down.t(), op="avg") + tunedcomm.gemm_ar(x, up.t()) @ up
+
+
+def test_gemms_as_by_parts(rank: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = tuple(each.detach().to(dtype).requires_grad_() for each in parts(rank))
+        near = {"rtol": 0.1, "atol": 0.5} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+        found = grads(fused, *leaves)
+        torch.testing.assert_close(found, grads(by_parts, *leaves), **near)
+        assert [g.dtype for g in found] == [dtype] * 3
+
+
+def called(function: Callable[..., Any], *leaves: torch.Tensor) -> list[str]:
+    """The operators of a forward and a backward pass."""
+    with Recorded() as recorded:
+        grads(function, *leaves)
+    return [call[0].split(".")[1] for call in recorded.calls]
+
+
+@pytest.mark.slow
+def test_gemms_call_only_what_is_needed(rank: int) -> None:
+    x, up, _ = parts(rank)
+    fixed, plain = x.detach(), up.detach()
+
+    def pair(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return tunedcomm.ag_gemm(x, up.t(), return_gathered=True)[0]
+
+    ops = tunedcomm
+    assert called(lambda x, up: ops.ag_gemm(x, up.t()), x, up) == ["ag_gemm", "gemm_rs", "all_gather"]
+    assert called(lambda x: ops.ag_gemm(x, plain.t()), x) == ["ag_gemm", "gemm_rs"]
+    assert called(lambda up: ops.ag_gemm(fixed, up.t()), up) == ["ag_gemm", "all_gather"]
+    assert called(pair, x, up) == ["ag_gemm_gathered", "reduce_scatter"], "what was returned is kept"
+    assert called(lambda up: pair(fixed, up), up) == ["ag_gemm_gathered"]
+    assert called(lambda x, up: ops.ag_gemm(x, [up.t()] * 2)[1], x, up) == ["ag_gemm_list", "reduce_scatter"]
+    assert called(lambda x, up: sum(ops.ag_gemm(x, [up.t()] * 2)), x, up) == ["ag_gemm_list", "reduce_scatter"]
+    assert called(lambda x, up: ops.gemm_rs(x, up.t()), x, up) == ["gemm_rs", "ag_gemm_gathered"]
+    assert called(lambda x: ops.gemm_rs(x, plain.t()), x) == ["gemm_rs", "ag_gemm"]
+    assert called(lambda up: ops.gemm_rs(fixed, up.t()), up) == ["gemm_rs", "all_gather"]
+    assert called(lambda x, up: ops.gemm_ar(x, up.t()), x, up) == ["gemm_ar", "all_reduce"]
+    bias = leaf(5, 8)
+    assert called(lambda bias: ops.gemm_ar(fixed, plain.t(), bias=bias), bias) == ["gemm_ar"]
+
+
+@pytest.mark.slow
+def test_gemms_under_autocast(rank: int) -> None:
+    """Products are of the operands' dtype, forward and, as every rank sends in it, backward."""
+    x, up, _ = parts(rank)
+    half, half_up = x.detach().bfloat16(), up.detach().bfloat16()
+    wide = tunedcomm.gemm_ar(half, half_up.t(), out_dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tunedcomm.gemm_ar(half, half_up.t(), out_dtype=torch.float32), wide)
+    expected = grads(lambda x, up: tunedcomm.gemm_ar(x, up.t()), x, up)
+    loss = tunedcomm.gemm_ar(x, up.t()).square().sum()
+    made = tunedcomm.ag_gemm(x, up.t(), return_gathered=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, torch.autograd.grad(loss, (x, up)), expected))
+        (found,) = torch.autograd.grad(made[rank].sum(), x)  # the product on one rank, what was gathered on the other
+    torch.testing.assert_close(found, (leaf(10, 8, 6).detach().sum(0) + 1).expand(4, 6))
+
+
+def listed(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    (y, z), gathered = tunedcomm.ag_gemm(x, [up.t(), down], return_gathered=True)
+    return tunedcomm.gemm_rs(torch.cat([y * z, gathered @ down], dim=1), torch.cat([down, up.t()], dim=1).t())
+
+
+@pytest.mark.parametrize(
+    "name", ["layer", pytest.param("fused", marks=pytest.mark.slow), pytest.param("listed", marks=pytest.mark.slow)]
+)
+def test_compiled_and_recomputed(rank: int, name: str) -> None:
+    function, leaves = globals()[name], (leaf(rank, 4, 6), leaf(9, 6)) if name == "layer" else parts(rank)
+    wanted = grads(function, *leaves)
+    for run in (function, functools.partial(checkpoint, function, use_reentrant=False)):
         torch._dynamo.reset()
-        got = grads(torch.compile(function, backend="aot_eager", fullgraph=True), x, w)
-        torch.testing.assert_close(got, wanted)
+        got = grads(torch.compile(run, backend="aot_eager", fullgraph=True), *leaves)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def transformed(rank: int) -> None:
+def test_transformed(rank: int) -> None:
     """PyTorch has no torch.func transforms of library operators; said before anything is sent."""
     x, w = leaf(rank, 3, 6).detach(), torch.ones(6)
     for function in (tunedcomm.all_reduce, tunedcomm.all_gather, lambda x: tunedcomm.all_reduce_rms_norm(x, w)[0]):
@@ -258,7 +341,7 @@ def transformed(rank: int) -> None:
             torch.vmap(function)(x)
 
 
-def forward_mode(rank: int) -> None:
+def test_forward_mode(rank: int) -> None:
     """No result would have the tangent, so such a call is refused, also where the call before it was fast."""
     x, weight, counts = leaf(rank, 4, 8).detach(), torch.ones(8), [2, 2]
     calls: tuple[Callable[..., Any], ...] = (
@@ -278,30 +361,3 @@ def forward_mode(rank: int) -> None:
                 with pytest.raises(tunedcomm.UnsupportedInputError, match="no forward-mode derivatives"):
                     call(forward_ad.make_dual(x.clone(), torch.ones_like(x)))
                 assert plain is not None
-
-
-USE_CASES: dict[str, Case] = {
-    "forward mode": forward_mode,
-    "as torch.distributed.nn.functional": as_pytorch,
-    "no collective that nobody needs": only_what_is_needed,
-    "settings carry over": settings_carry_over,
-    "without gradients": inside_no_grad,
-    "refusals of operators": refused_operators,
-    "checkpointed": checkpointed,
-    "compiled": compiled,
-    "torch.func": transformed,
-}
-
-
-def use_body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(USE_CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def use_outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, use_body, timeout=180)
-
-
-@pytest.mark.parametrize("name", USE_CASES)
-def test_use(use_outcomes: list[dict[str, str]], name: str) -> None:
-    report(use_outcomes, name)

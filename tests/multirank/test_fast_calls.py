@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from cases import report, run_cases
-from harness import run_ranks
+from cases import Ranks
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
@@ -18,7 +17,7 @@ NUMEL = 600
 found: list[bool] = []
 
 
-def spy() -> None:
+def spy(rank: int) -> None:
     """Note of every call whether it went the short way."""
     real = call_module.make_fast_call
 
@@ -37,6 +36,9 @@ def spy() -> None:
     call_module.make_fast_call = making  # type: ignore[assignment]
 
 
+RANKS = Ranks(setup=spy)
+
+
 def went(call: Callable[[], torch.Tensor]) -> tuple[bool, torch.Tensor]:
     found.clear()
     out = call()
@@ -47,7 +49,7 @@ def ones(rank: int) -> torch.Tensor:
     return torch.full((NUMEL,), rank + 1.0)
 
 
-def the_second_call_is_fast(rank: int) -> None:
+def test_the_second_call_is_fast(rank: int) -> None:
     x, held, out = ones(rank), ones(rank), torch.empty(NUMEL)
     with tunedcomm.force("all_reduce", "lamport"):
         for call, value in (
@@ -72,7 +74,7 @@ def the_second_call_is_fast(rank: int) -> None:
         assert torch.equal(other, torch.full((NUMEL,), 5.0))
 
 
-def what_only_looks_alike_is_not_fast(rank: int) -> None:
+def test_what_only_looks_alike_is_not_fast(rank: int) -> None:
     """Same shape and dtype, but not the same kind of tensor: the right result, the longer way."""
     x = ones(rank)
     expected = torch.full((NUMEL,), 3.0)
@@ -98,7 +100,7 @@ def what_only_looks_alike_is_not_fast(rank: int) -> None:
         assert torch.equal(tunedcomm.all_reduce(x), expected)
 
 
-def odd_outputs(rank: int) -> None:
+def test_odd_outputs(rank: int) -> None:
     """An `out` that is not like the one that was served before."""
     x, out, expected = ones(rank), torch.empty(NUMEL), torch.full((NUMEL,), 3.0)
     with tunedcomm.force("all_reduce", "lamport"):
@@ -122,7 +124,7 @@ def odd_outputs(rank: int) -> None:
         assert torch.equal(tunedcomm.all_reduce(same, out=same.view(NUMEL)), expected), "out covers x exactly"
 
 
-def what_changes_the_choice(rank: int) -> None:
+def test_what_changes_the_choice(rank: int) -> None:
     """Forcing, another snapshot and released communicators are seen by the very next call."""
     x, expected = ones(rank), torch.full((NUMEL,), 3.0)
     with tunedcomm.force("all_reduce", "lamport"):
@@ -145,7 +147,7 @@ def what_changes_the_choice(rank: int) -> None:
     assert get_communicator() is not before
 
 
-def symmetric_tensors(rank: int) -> None:
+def test_symmetric_tensors(rank: int) -> None:
     """A tensor that becomes symmetric is another problem, though it looks the same."""
     with tunedcomm.force("all_reduce", "one_shot"):
         plain = ones(rank)
@@ -162,27 +164,3 @@ def symmetric_tensors(rank: int) -> None:
             assert fast, "each by a call of its own"
             assert torch.equal(result, torch.full((NUMEL,), 3.0))
     dist.barrier()
-
-
-CASES = {
-    "the second call is fast": the_second_call_is_fast,
-    "what only looks alike is not fast": what_only_looks_alike_is_not_fast,
-    "odd outputs": odd_outputs,
-    "what changes the choice": what_changes_the_choice,
-    "symmetric tensors": symmetric_tensors,
-}
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    spy()
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(2, body, timeout=120)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_fast_calls(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)

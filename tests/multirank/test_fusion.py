@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from cases import Case, report, run_cases
+from cases import Ranks
 from fusion_samples import calls_of, compiled, fused_ops
-from harness import run_ranks
-from quick import some_of
+from quick import some
 from torch import fx
 
 import tunedcomm
 
 WORLD_SIZE = 2
+RANKS = Ranks(timeout=400)
 M, K, N = 4, 16, 8
 Tensor = torch.Tensor
 
@@ -146,7 +146,10 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
 }
 
 
-def fuses(name: str, dtype: torch.dtype, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), some([(name, dtype) for name in FUSED for dtype in (torch.float32, torch.bfloat16)], 5)
+)
+def test_fused(rank: int, name: str, dtype: torch.dtype) -> None:
     function, shapes, wanted = FUSED[name]
     inputs = [drawn(rank if place == 0 else 9 + place, *shape).to(dtype) for place, shape in enumerate(shapes)]
     calls, fused, fusion = outcome(function, *inputs)
@@ -169,7 +172,7 @@ def norm_of_converted(dtype: torch.dtype, after: bool = False) -> Callable[[Tens
     return function
 
 
-def lossy_norms(rank: int) -> None:
+def test_lossy_norms_are_left(rank: int) -> None:
     """What a conversion drops is no part of the fused op."""
     x, w = drawn(rank, M, K) * 3, drawn(9, K)
     for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
@@ -207,7 +210,8 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 }
 
 
-def leaves(reason: str, rank: int) -> None:
+@pytest.mark.parametrize("reason", some(LEFT, 5))
+def test_left(rank: int, reason: str) -> None:
     function, shapes = LEFT[reason]
     inputs = [drawn(rank if place == 0 else 9 + place, *shape) for place, shape in enumerate(shapes)]
     calls, fused, fusion = outcome(function, *inputs)
@@ -216,7 +220,8 @@ def leaves(reason: str, rank: int) -> None:
     assert any(reason in record.why for record in fusion.records), str(fusion)
 
 
-def other_groups(rank: int) -> None:
+@pytest.mark.slow
+def test_other_groups(rank: int) -> None:
     other = dist.new_group(list(range(WORLD_SIZE)))
     assert other is not None
 
@@ -235,7 +240,8 @@ def other_groups(rank: int) -> None:
     assert calls_of(*graphs) == ["gemm_ar", "ag_gemm"]
 
 
-def dynamic_shapes(rank: int) -> None:
+@pytest.mark.slow
+def test_dynamic_shapes(rank: int) -> None:
     """Any number of rows is fused if that is always to be; else it cannot be known whether it pays."""
 
     def function(x: Tensor, q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -253,38 +259,10 @@ def dynamic_shapes(rank: int) -> None:
     assert "its sizes are symbolic: whether it pays depends on them" in str(fusion)
 
 
-def refused_operands(rank: int) -> None:
+@pytest.mark.slow
+def test_refused_operands(rank: int) -> None:
     """What the op itself refuses is left, in its words."""
     x = torch.ones(M, K, dtype=torch.int32)
     calls, _, fusion = outcome(lambda x, w: reduce(x @ w), x, torch.ones(K, N, dtype=torch.int32))
     assert calls == ["all_reduce"]
     assert "does not take a of torch.int32" in str(fusion)
-
-
-def cases() -> Iterator[tuple[str, Case]]:
-    for name in FUSED:
-        yield name, lambda rank, name=name: fuses(name, torch.float32, rank)
-        yield f"{name} bf16", lambda rank, name=name: fuses(name, torch.bfloat16, rank)
-    for reason in LEFT:
-        yield reason, lambda rank, reason=reason: leaves(reason, rank)
-    yield "other groups", other_groups
-    yield "dynamic shapes", dynamic_shapes
-    yield "refused operands", refused_operands
-    yield "lossy norms", lossy_norms
-
-
-CASES = some_of(dict(cases()), 5)
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=400)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_patterns(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import report, run_cases
-from fusion_samples import calls_of, compiled, fused_ops
-from harness import run_ranks
-from quick import some_of
+from cases import Ranks
+from fusion_samples import calls_of, compiled, fused_ops, inductor
 from test_intercept_models import HIDDEN, TOKENS, WIDTH, Mlp, close, local, sequence_parallel_block, x_of
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tunedcomm
 
 WORLD_SIZE = 2
+RANKS = Ranks(prepare=inductor)
+pytestmark = pytest.mark.slow
 
 
 class Layers(nn.Module):
@@ -56,7 +56,7 @@ def step(model: nn.Module, run: Callable[..., Any], x: torch.Tensor) -> list[tor
     return found
 
 
-def sequence_parallel(rank: int) -> None:
+def test_sequence_parallel(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model = sequence_parallel_block(mesh)
     x = x_of(rank, 1, TOKENS // WORLD_SIZE, WIDTH, same=False)
@@ -73,7 +73,7 @@ def sequence_parallel(rank: int) -> None:
     assert len(fusion.records) == len(fused_ops(fusion)) + 1
 
 
-def sequence_parallel_in_a_batch(rank: int) -> None:
+def test_sequence_parallel_in_a_batch(rank: int) -> None:
     """Sequences side by side: what is gathered along them is no matrix of rows, and all stays as it was."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model = sequence_parallel_block(mesh)
@@ -85,7 +85,7 @@ def sequence_parallel_in_a_batch(rank: int) -> None:
     assert all(not record.fused and "those of several sequences are" in record.why for record in fusion.records)
 
 
-def tensor_parallel(rank: int) -> None:
+def test_tensor_parallel(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model, x = tensor_parallel_layers(mesh), x_of(rank, TOKENS, WIDTH, same=True)
     expected = step(model, model, x)
@@ -96,7 +96,7 @@ def tensor_parallel(rank: int) -> None:
     assert "the sum without what is added to it is used elsewhere, too" in str(fusion)
 
 
-def inference(rank: int) -> None:
+def test_inference(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model, x = tensor_parallel_layers(mesh), x_of(rank, TOKENS, WIDTH, same=True)
     graphs: list[fx.Graph] = []
@@ -119,7 +119,7 @@ class Uneven(nn.Module):
         return self.even(self.down(torch.relu(self.up(x))))
 
 
-def uneven_shards(rank: int) -> None:
+def test_uneven_shards(rank: int) -> None:
     """What ranks differ in is left on all of them, also where one rank's part looks like that of an even layer."""
     for hidden, fused in ((HIDDEN - 1, 0), (HIDDEN + 5, 2)):
         mesh = init_device_mesh("cpu", (WORLD_SIZE,))
@@ -136,32 +136,7 @@ def uneven_shards(rank: int) -> None:
         assert str(fusion).count("ranks may differ in") == 4 - fused, str(fusion)
 
 
-CASES = {
-    "uneven shards": uneven_shards,
-    "sequence parallel": sequence_parallel,
-    "sequence parallel in a batch": sequence_parallel_in_a_batch,
-    "tensor parallel": tensor_parallel,
-    "inference": inference,
-}
-CASES = some_of(CASES, 2)
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_models(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)
-
-
-def inductor_body(rank: int, world_size: int) -> list[str]:
+def test_inductor(rank: int) -> None:
     """By `torch.compile` itself, from the cache the second time."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model, x = tensor_parallel_layers(mesh), x_of(rank, TOKENS, WIDTH, same=True)
@@ -170,12 +145,5 @@ def inductor_body(rank: int, world_size: int) -> list[str]:
     for fusion in fusions:
         torch._dynamo.reset()
         close(step(model, torch.compile(model, options={"post_grad_custom_post_pass": fusion}), x), expected)
-    return [f"{fused_ops(fusion)} of {len(fusion.records)}" for fusion in fusions]
-
-
-@pytest.mark.slow
-def test_inductor(tmp_path_factory: pytest.TempPathFactory) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
-    found = [f"{['gemm_ar'] * 4} of 6", "[] of 0"]  # two in the forward pass, two in the backward pass
-    assert run_ranks(WORLD_SIZE, inductor_body, timeout=240, env=env) == [found] * WORLD_SIZE
+    found = [f"{fused_ops(fusion)} of {len(fusion.records)}" for fusion in fusions]
+    assert found == [f"{['gemm_ar'] * 4} of 6", "[] of 0"]  # two in the forward pass, two in the backward pass

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from cases import Launched, report, run_cases, spy_on_launches
-from fusion_samples import compiled, fused_ops
+from cases import Launched, Ranks, spy_on_launches
+from fusion_samples import compiled, fused_ops, inductor
 from gemm_samples import drawn
-from harness import run_ranks
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -28,6 +27,7 @@ from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Problem, get_variant
 
 WORLD_SIZE = 2
+RANKS = Ranks(prepare=inductor)
 M, K, N = 8, 64, 64
 GEMM = Problem("gemm_ar", (M, N, K), "bfloat16", WORLD_SIZE, "sum", layout="kn", mode="eager")
 BIASED = Problem("gemm_ar", (M, N, K), "bfloat16", WORLD_SIZE, "sum", layout="kn+bias", mode="eager")
@@ -88,10 +88,10 @@ def outcome(function: Callable[..., Any], rank: int, rows: int = M, **options: A
     return fused_ops(fusion), str(fusion)
 
 
-def what_the_table_says(rank: int) -> None:
+def test_what_the_table_says(rank: int) -> None:
     fused, said = outcome(product, rank)
     assert not fused
-    assert "it does not pay: the library: nothing of this kind is measured" in said
+    assert "it does not pay" in said
     launched: list[Launched] = []
     spy_on_launches(launched, "gemm_ar")
     with table(row(GEMM, "one_shot", 10.0, 30.0)):
@@ -108,7 +108,7 @@ def what_the_table_says(rank: int) -> None:
         assert "no challenger beats it" in said
 
 
-def the_better_of_two(rank: int) -> None:
+def test_the_better_of_two(rank: int) -> None:
     """A sum over ranks between a product and a norm goes to the side where more is saved."""
     for gemm_us, norm_us, better in ((10.0, 15.0, "gemm_ar"), (16.0, 12.0, "all_reduce_rms_norm")):
         norm = row(NORM, "two_shot", norm_us, 30.0)
@@ -118,7 +118,7 @@ def the_better_of_two(rank: int) -> None:
         assert f"left ({better} is more)" in said
 
 
-def biases_cost(rank: int) -> None:
+def test_biases_cost(rank: int) -> None:
     gemm = row(BIASED, "one_shot", 10.0, 30.0)
     with table(gemm):
         assert "its bias would have to be summed, too" in outcome(linear, rank)[1]
@@ -128,7 +128,7 @@ def biases_cost(rank: int) -> None:
         assert bool(fused) == fuses, said
 
 
-def forced(rank: int) -> None:
+def test_forced_variant_is_fused(rank: int) -> None:
     launched: list[Launched] = []
     spy_on_launches(launched, "gemm_ar")
     with tunedcomm.force("gemm_ar", "two_shot"):
@@ -138,7 +138,7 @@ def forced(rank: int) -> None:
     assert launched[-1].variant == "two_shot"
 
 
-def identity(rank: int) -> None:
+def test_identity(rank: int) -> None:
     """Equal passes share Inductor's cache; whatever changes a decision changes the identity."""
     group = dist.group.WORLD
     assert group is not None
@@ -157,7 +157,7 @@ def identity(rank: int) -> None:
     assert get_communicator().exchange(found) == [found] * WORLD_SIZE
 
 
-def shards_of_plain_tensors(rank: int) -> None:
+def test_shards_of_plain_tensors(rank: int) -> None:
     """Of the sizes of other ranks nothing is known, so all leave a product: 127 features over two are 64 and 63."""
     width = (64, 63)[rank]
     x, w = torch.ones(M, width, dtype=torch.bfloat16), torch.ones(width, N, dtype=torch.bfloat16)
@@ -170,17 +170,14 @@ def shards_of_plain_tensors(rank: int) -> None:
     assert "ranks may differ in the rows of arg1_1, 64: it is not known from parameters" in said
 
 
-def logs(rank: int) -> None:
+def test_logs(rank: int) -> None:
     texts: list[str] = []
-    handler = logging.Handler()
+    handler, logger = logging.Handler(), logging.getLogger("tunedcomm.integrations.fusion")
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tunedcomm.integrations.fusion")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    try:
-        _, said = outcome(product, rank, when="always")
-    finally:
-        logger.removeHandler(handler)
+    _, said = outcome(product, rank, when="always")
+    logger.removeHandler(handler)
     assert texts == [said] == [f"all_reduce -> {GEMM}: fused (when='always')"]
 
 
@@ -195,7 +192,7 @@ class Counting(CustomGraphPass):
         return "counting"
 
 
-def beside_another_pass(rank: int) -> None:
+def test_beside_another_pass(rank: int) -> None:
     """A pass that is set already goes on; what was set comes back, also from nested blocks."""
     counting, fusion = Counting(), tunedcomm.fusion_pass(when="always", even_shards=True)
     x, w = operands(rank)
@@ -209,45 +206,18 @@ def beside_another_pass(rank: int) -> None:
     assert fused_ops(fusion) == ["gemm_ar"]
 
 
-def bad_arguments(rank: int) -> None:
+def test_bad_arguments(rank: int) -> None:
     for options, said in (
-        ({"when": "maybe"}, "when='maybe' of fusion_pass is not one of 'pays', 'always', 'never'"),
-        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' of fusion_pass is not one of None, 'graph', 'eager'"),
-        ({"numerics": "exact"}, "numerics='exact' is not a policy"),
-        ({"max_sms": -1}, "max_sms=-1 is no number of SMs"),
+        ({"when": "maybe"}, "when='maybe'"),
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead'"),
+        ({"numerics": "exact"}, "numerics='exact'"),
+        ({"max_sms": -1}, "max_sms=-1"),
     ):
         with pytest.raises(tunedcomm.UnsupportedInputError, match=said):
             tunedcomm.fusion_pass(**options)  # type: ignore[arg-type]
     nobody = [dist.new_group([r]) for r in range(WORLD_SIZE)][1 - rank]
     with pytest.raises(tunedcomm.GroupError):
         tunedcomm.fusion_pass(nobody)
-
-
-CASES = {
-    "what the table says": what_the_table_says,
-    "the better of two": the_better_of_two,
-    "biases cost": biases_cost,
-    "forced": forced,
-    "identity": identity,
-    "shards of plain tensors": shards_of_plain_tensors,
-    "logs": logs,
-    "beside another pass": beside_another_pass,
-    "bad arguments": bad_arguments,
-}
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=240)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_policy(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)
 
 
 @pytest.mark.slow
@@ -262,7 +232,8 @@ def test_torch_logs() -> None:
     assert "heard" not in done.stderr
 
 
-def inductor_body(rank: int, world_size: int) -> list[str]:
+@pytest.mark.slow
+def test_inductor(rank: int) -> None:
     """By `torch.compile` itself, from the cache the second time."""
     x, w = operands(rank)
     fusions = [tunedcomm.fusion_pass(when="always", even_shards=True) for _ in range(2)]
@@ -271,12 +242,4 @@ def inductor_body(rank: int, world_size: int) -> list[str]:
             torch._dynamo.reset()
             run = torch.compile(product, fullgraph=True, options={"post_grad_custom_post_pass": fusion})
             torch.testing.assert_close(run(x, w), product(x, w), rtol=3e-2, atol=3e-1)
-    return list(map(str, fusions))
-
-
-@pytest.mark.slow
-def test_inductor(tmp_path_factory: pytest.TempPathFactory) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # they take longer than what is compiled here
-    first = f"all_reduce -> {GEMM}: fused (when='always')"
-    assert run_ranks(WORLD_SIZE, inductor_body, timeout=240, env=env) == [[first, "no collectives"]] * WORLD_SIZE
+    assert list(map(str, fusions)) == [f"all_reduce -> {GEMM}: fused (when='always')", "no collectives"]

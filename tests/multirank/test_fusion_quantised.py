@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from cases import Case, report, run_cases
+from cases import Ranks
 from fusion_samples import calls_of, compiled
-from harness import run_ranks
+from quick import some
 from torch import Tensor, fx
 
 import tunedcomm
 
-WORLD_SIZE = 2
+RANKS = Ranks()
 ROWS, HIDDEN = 8, 256
 E4M3, MOST = torch.float8_e4m3fn, 448.0
 
@@ -84,12 +84,12 @@ early, pow2 = functools.partial(wide_norm, early=True), functools.partial(by_gro
 FUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "static": (through(early, static), ()),
     "static, norm beside": (through(wide_norm, static, keeps=True), ("tensor", "row", False, True, 0.0)),
-    "token": (through(wide_norm, by_token), ("token", "row", False, False, 0.0)),
-    "token, norm beside": (through(early, by_token, keeps=True), ("token", "row", False, True, 0.0)),
     "token, gemma": (through(gemma_norm, by_token), ("token", "row", False, False, 1.0)),
-    "group": (through(early, by_group), ("group128", "row", False, False, 0.0)),
+    "token": (through(wide_norm, by_token), ("token", "row", False, False, 0.0)),
     "group, powers of two, gemma": (through(gemma_norm, pow2, keeps=True), ("group128", "row", True, True, 1.0)),
+    "token, norm beside": (through(early, by_token, keeps=True), ("token", "row", False, True, 0.0)),
     "group of rows": (through(wide_norm, by_group_of_rows), ("group128", "row", False, False, 0.0)),
+    "group": (through(early, by_group), ("group128", "row", False, False, 0.0)),
 }
 
 
@@ -114,7 +114,8 @@ def back(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale
 
 
-def fuses(name: str, rank: int) -> None:
+@pytest.mark.parametrize("name", some(FUSED, 2))
+def test_fused(rank: int, name: str) -> None:
     function, options = FUSED[name]
     inputs = inputs_of(rank, name)
     calls, got, graph, fusion = outcome(function, inputs, "always")
@@ -139,7 +140,7 @@ def fuses(name: str, rank: int) -> None:
     assert (back(q, scale) - wanted).norm() <= 0.05 * wanted.norm()
 
 
-def left(rank: int) -> None:
+def test_what_another_kernel_would_compute_is_left(rank: int) -> None:
     """Other ranges, other scales and groups of another width: the norm is fused and what follows is left."""
 
     def narrow(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,20 +172,3 @@ def left(rank: int) -> None:
     assert not any(record.fused for record in fusion.records)
     calls, _, _, _ = outcome(through(wide_norm, by_token), inputs_of(rank, "", wide=True), "always")
     assert calls == ["all_reduce_rms_norm_quantized"]
-
-
-CASES: dict[str, Case] = {**{name: functools.partial(fuses, name) for name in FUSED}, "left": left}
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=240)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_quantised_norms(found: list[dict[str, str]], name: str) -> None:
-    report(found, name)

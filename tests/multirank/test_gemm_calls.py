@@ -6,17 +6,19 @@ import math
 
 import pytest
 import torch
+from cases import HOST, Ranks
 from gemm_samples import DTYPES, FP8, HOW, drawn, mine_of, near, scale, stored, sums
-from harness import run_ranks
 from quick import some
 
 import tunedcomm
 from tunedcomm import kernels
 
 kernels.discover()
+RANKS = Ranks(env=HOST, forget=False)
 
 
-def reduce_body(rank: int, world_size: int) -> bool:
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reducing_calls(rank: int, world_size: int) -> None:
     """gemm_rs and gemm_ar: dtypes, strides of b and a, batch dimensions, results given and new."""
     for number, (how, dtype) in some(enumerate((h, d) for h in HOW for d in DTYPES)):
         k, n = 24 + 8 * (number % 2), 40
@@ -48,17 +50,12 @@ def reduce_body(rank: int, world_size: int) -> bool:
     vector = drawn(rank, 16)
     total = sums(world_size, (), 16, 8, torch.float32)
     near(tunedcomm.gemm_ar(vector, drawn(rank, 16, 8)), total, (8,), torch.float32)
-    return True
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_reducing_calls(world_size: int) -> None:
-    assert run_ranks(world_size, reduce_body, timeout=120) == [True] * world_size
-
-
-def gather_body(rank: int, world_size: int) -> bool:
+def test_gathering_calls(rank: int, world_size: int) -> None:
     """ag_gemm: dtypes, strides, batch dimensions, results given and new, what was gathered."""
-    for number, (how, dtype) in enumerate((h, d) for h in HOW for d in DTYPES):
+    for number, (how, dtype) in some(enumerate((h, d) for h in HOW for d in DTYPES)):
         k, n = 24 + 8 * (number % 2), 40
         batch = ((2, 3), (5,), (1, 1, 2))[number % 3]
         a, b = drawn(rank, *batch, k, dtype=dtype), stored(drawn(rank, k, n, dtype=dtype), how)
@@ -75,27 +72,20 @@ def gather_body(rank: int, world_size: int) -> bool:
         assert torch.equal(gathered, everyone)
         if dtype.itemsize == 2:
             near(tunedcomm.ag_gemm(a, b, out_dtype=torch.float32), wanted, shape, torch.float32, str(dtype)[6:])
-    return True
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_gathering_calls(world_size: int) -> None:
-    assert run_ranks(world_size, gather_body, timeout=120) == [True] * world_size
-
-
-def fp8_body(rank: int, world_size: int) -> bool:
+def test_fp8(rank: int, world_size: int) -> None:
     """Scales for the tensor and for rows, in fp8, of all three ops, with batch dimensions; every dtype of results."""
     rows, k, n = 2 * world_size, 48, 32
-    for how in ("nk", "kn", "part of nk"):
+    for how in some(("nk", "kn", "part of nk"), 2):
         for rowwise in (False, True):
             operands = []
             for r in range(world_size):
                 a, b = drawn(r, rows, 3, k, dtype=FP8), drawn(r, k, n, dtype=FP8)
                 scales = (scale(r, rows, 3, 1), scale(r, 1, n)) if rowwise else (scale(7, 1), scale(r, 1))
                 operands.append((a, b, *scales))
-            exact = [
-                ((a.double() * sa.double()).reshape(-1, k) @ (b.double() * sb.double())) for a, b, sa, sb in operands
-            ]
+            exact = [(a.double() * sa).reshape(-1, k) @ (b.double() * sb) for a, b, sa, sb in operands]
             a, b, scale_a, scale_b = operands[rank]
             b = stored(b, how)
             for dtype in (None, torch.float16, torch.float32):
@@ -107,20 +97,13 @@ def fp8_body(rank: int, world_size: int) -> bool:
                 near(tunedcomm.gemm_ar(a, b, bias=bias, **asked), total + bias.double(), (rows, 3, n), got, "rowwise")
                 mine = mine_of(total, rank, world_size)
                 near(tunedcomm.gemm_rs(a, b, **asked), mine, (rows // world_size, 3, n), got, "rowwise")
-                whole = torch.cat(
-                    [x.double() * (s.double() if rowwise else scale_a.double()) for x, _, s, _ in operands]
-                )
-                wanted = whole.reshape(-1, k) @ (b.double() * scale_b.double())
+                whole = torch.cat([x.double() * (s if rowwise else scale_a) for x, _, s, _ in operands])
+                wanted = whole.reshape(-1, k) @ (b.double() * scale_b)
                 near(tunedcomm.ag_gemm(a, b, **asked), wanted, (rows * world_size, 3, n), got, "rowwise")
-    return True
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_fp8(world_size: int) -> None:
-    assert run_ranks(world_size, fp8_body, timeout=120) == [True] * world_size
-
-
-def alone_body(rank: int, world_size: int) -> bool:
+@pytest.mark.parametrize("world_size", [pytest.param(1, id="alone")])
+def test_a_group_of_one(rank: int, world_size: int) -> None:
     """A group of one multiplies and asks nobody."""
     for dtype in (torch.bfloat16, torch.float32):
         a, b, bias = drawn(0, 6, 2, 24, dtype=dtype), drawn(0, 24, 16, dtype=dtype), drawn(3, 16, dtype=dtype)
@@ -136,14 +119,5 @@ def alone_body(rank: int, world_size: int) -> bool:
     scales = {"scale_a": scale(0, 5, 1), "scale_b": scale(0, 1, 16)}
     wanted = (eight.double() * scales["scale_a"]) @ (other.double() * scales["scale_b"])
     near(tunedcomm.gemm_ar(eight, other, **scales), wanted, (5, 16), torch.bfloat16, "rowwise")
-    near(
-        tunedcomm.gemm_ar(drawn(0, 16), drawn(0, 16, 3)),
-        drawn(0, 16).double() @ drawn(0, 16, 3).double(),
-        (3,),
-        torch.float32,
-    )
-    return True
-
-
-def test_a_group_of_one() -> None:
-    assert run_ranks(1, alone_body) == [True]
+    x, b = drawn(0, 16), drawn(0, 16, 3)
+    near(tunedcomm.gemm_ar(x, b), x.double() @ b.double(), (3,), torch.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from cases import Ranks, replaced
 
 import tunedcomm
 from tunedcomm import kernels
@@ -22,27 +22,21 @@ from tunedcomm.space import Space
 from tunedcomm.spec import Problem, Variant, get_op, register_variant
 
 kernels.discover()
+RANKS = Ranks()
 
 
-def problems_body(rank: int, world_size: int) -> bool:
+def test_run_problem(rank: int, world_size: int) -> None:
     """`run_problem` asks for the very problem, whatever its layout and scaling."""
     for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
         spec = get_op(op)
         asked = [(layout, "") for layout in spec.layouts if layout.endswith(("k", "n", "bias", "gathered", "float32"))]
-        asked += [
-            (layout, scaling)
-            for layout in spec.layouts[:4]
-            if "float" not in layout
-            for scaling in ("tensorwise", "rowwise")
-        ]
+        plain = [layout for layout in spec.layouts[:4] if "float" not in layout]
+        asked += [(layout, scaling) for layout in plain for scaling in ("tensorwise", "rowwise")]
         asked += [("nk+float16", "rowwise"), ("kn+float32", "tensorwise")]
         for number, (layout, scaling) in enumerate(asked):
-            dtype = "float8_e4m3fn" if scaling else "float16"
-            shape = (2 * world_size, 16, 32)
-            reduction = spec.reductions[-1]
-            problem = Problem(
-                spec.name, shape, dtype, world_size, reduction, layout=layout, scaling=scaling, mode="eager"
-            )
+            dtype, reduction = "float8_e4m3fn" if scaling else "float16", spec.reductions[-1]
+            more = {"layout": layout, "scaling": scaling, "mode": "eager"}
+            problem = Problem(op, (2 * world_size, 16, 32), dtype, world_size, reduction, **more)
             everyone = [spec.make_inputs(problem, r, number, "random", "cpu") for r in range(world_size)]
             outputs = spec.make_outputs(problem, "cpu")
             run_problem(problem, everyone[rank], outputs)
@@ -52,14 +46,9 @@ def problems_body(rank: int, world_size: int) -> bool:
                 assert error <= spec.tolerance[scaling or dtype], (problem, error)
             plans = tunedcomm.get_communicator().plans
             assert any(key[0] == problem for key in plans if isinstance(key[0], Problem)), problem
-    return True
 
 
-def test_run_problem() -> None:
-    assert run_ranks(2, problems_body, timeout=120) == [True] * 2
-
-
-def planted_body(rank: int, world_size: int) -> bool:
+def test_launches_by_address(rank: int, world_size: int) -> None:
     """Launches by address: the second call of a kind is fast, and every address comes where it belongs."""
     seen: list[tuple[int, ...]] = []
 
@@ -125,15 +114,10 @@ def planted_body(rank: int, world_size: int) -> bool:
             seen.clear()
             tunedcomm.ag_gemm(moved, weight.t(), out=whole)
             assert seen[0][0] != at(moved)
-    return True
 
 
-def test_launches_by_address() -> None:
-    assert run_ranks(2, planted_body) == [True] * 2
-
-
-def slow_reader_body(rank: int, world_size: int) -> bool:
-    """The last rank is slow to read what peers left it, while they are at the next call already, of another op."""
+def test_nobody_writes_what_a_slow_peer_still_reads(rank: int, world_size: int) -> None:
+    """The last rank is slow to read, while the others are at the next call already, of another op."""
     a, b = torch.ones(32, 32, dtype=torch.float16), torch.eye(32, dtype=torch.float16)
     real, seconds = ar.load_packets, 0.0
 
@@ -142,8 +126,8 @@ def slow_reader_body(rank: int, world_size: int) -> bool:
             time.sleep(seconds)
             return real(*args, **options)
 
-    ar.load_packets = Slow()  # type: ignore[assignment]
-    with tunedcomm.force("gemm_ar", "one_shot"), tunedcomm.force("ag_gemm", "library_tuned"):
+    slow = replaced(ar, "load_packets", Slow())
+    with slow, tunedcomm.force("gemm_ar", "one_shot"), tunedcomm.force("ag_gemm", "library_tuned"):
         tunedcomm.gemm_ar(a, b)
         tunedcomm.ag_gemm(a[:16], b)
         dist.barrier()
@@ -152,11 +136,6 @@ def slow_reader_body(rank: int, world_size: int) -> bool:
         gathered = tunedcomm.ag_gemm(a[:16] * 7, b)
     assert torch.equal(summed, torch.full_like(summed, 5 * world_size))
     assert torch.equal(gathered, torch.full_like(gathered, 7))
-    return True
-
-
-def test_nobody_writes_what_a_slow_peer_still_reads() -> None:
-    assert run_ranks(2, slow_reader_body) == [True] * 2
 
 
 def test_a_gather_under_way_shares_no_event_with_calls_in_between() -> None:

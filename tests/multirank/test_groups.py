@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Launched, inputs_of, report, run_cases, same_bits, spy_on_launches
-from harness import run_ranks
+from cases import Launched, Ranks, inputs_of, same_bits, spy_on_launches
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
 
 KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
 launched: list[Launched] = []
+pytestmark = pytest.mark.slow
+RANKS = Ranks(4, setup=lambda rank: spy_on_launches(launched))
 
 
-def overlapping_groups(rank: int) -> None:
+def test_overlapping_groups(rank: int) -> None:
     """Groups that share ranks, used in turn: each has its own signals, staging and numbering of ranks."""
     members = [(0, 1), (1, 2), (2, 3), (0, 1, 2), (3, 1, 0), (0, 1, 2, 3)]
     groups = [dist.new_group(list(ranks)) for ranks in members]
@@ -35,7 +36,7 @@ def overlapping_groups(rank: int) -> None:
     assert len(set(lanes)) == 2 * len(mine)
 
 
-def groups_of_others(rank: int) -> None:
+def test_groups_of_others(rank: int) -> None:
     group = dist.new_group([0, 1, 2])
     x = torch.full((10,), rank + 1.0)
     if rank == 3:
@@ -45,7 +46,7 @@ def groups_of_others(rank: int) -> None:
         assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((10,), 6.0))
 
 
-def symmetric_memory_of_a_subgroup(rank: int) -> None:
+def test_symmetric_memory_of_a_subgroup(rank: int) -> None:
     group = dist.new_group([1, 3])
     if rank in (1, 3):
         x = tunedcomm.symmetric_empty(40, dtype=torch.float32, group=group)
@@ -55,26 +56,3 @@ def symmetric_memory_of_a_subgroup(rank: int) -> None:
                 tunedcomm.all_reduce_(x, group=group)
             assert torch.equal(x, torch.full((40,), 4.0))
             dist.barrier(group)
-
-
-FOUR = {
-    "overlapping groups": overlapping_groups,
-    "groups of others": groups_of_others,
-    "symmetric memory of a subgroup": symmetric_memory_of_a_subgroup,
-}
-
-
-def four_body(rank: int, world_size: int) -> dict[str, str]:
-    spy_on_launches(launched)
-    return run_cases(FOUR, rank)
-
-
-@pytest.fixture(scope="module")
-def four_outcomes() -> list[dict[str, str]]:
-    return run_ranks(4, four_body, timeout=120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks(four_outcomes: list[dict[str, str]], name: str) -> None:
-    report(four_outcomes, name)

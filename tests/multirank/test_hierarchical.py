@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases import PEER_TIMEOUT_S, Case, report, run_cases, settings
-from harness import run_ranks
+from cases import PEER_TIMEOUT_S, Ranks, settings
 from quick import some
 from variant_checks import bits_of, check_variant, inputs_of_all
 
@@ -15,6 +14,8 @@ from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Candidate as Chosen
 from tunedcomm.spec import Problem, check_candidate, get_variant
 from tunedcomm.symm.nodes import nodes_of, ranks_per_node
+
+RANKS = Ranks(4)
 
 
 def nodes(text: str, **more: str) -> object:
@@ -27,7 +28,7 @@ def on_all_alike(out: torch.Tensor) -> None:
     assert all(bits == theirs[0] for bits in theirs)
 
 
-def sizes_and_dtypes(rank: int) -> None:
+def test_sizes_and_dtypes(rank: int) -> None:
     for text in some(("0,0,1,1", "7,3,7,3"), 2):
         with nodes(text):
             communicator = get_communicator()
@@ -47,7 +48,7 @@ def sizes_and_dtypes(rank: int) -> None:
                         assert torch.equal(out.double(), total), "whole numbers are exact"
 
 
-def in_pieces(rank: int) -> None:
+def test_in_pieces(rank: int) -> None:
     """Larger than the staging, in place and not."""
     with nodes("0,0,1,1"):
         communicator = get_communicator()
@@ -60,7 +61,7 @@ def in_pieces(rank: int) -> None:
                 assert torch.equal(out.double(), total)
 
 
-def the_public_call(rank: int) -> None:
+def test_the_public_call(rank: int) -> None:
     x = torch.full((3, 50), rank + 1.0)
     with nodes("0,0,1,1"):
         assert torch.equal(tunedcomm.all_reduce(x), torch.full((3, 50), 10.0)), "not tuned: the library"
@@ -80,7 +81,7 @@ def the_public_call(rank: int) -> None:
             tunedcomm.symmetric_empty(8)
 
 
-def nodes_that_differ(rank: int) -> None:
+def test_nodes_that_differ(rank: int) -> None:
     assert nodes_of(["b", "a", "b"]) == (0, 1, 0)
     assert [ranks_per_node(n) for n in ((0, 0), (0, 1), (0, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 2, 1))] == [0, 1, 0, 2, 2]
     for text in ("0,0,0,1", "0,1,2,3"):
@@ -101,7 +102,7 @@ def nodes_that_differ(rank: int) -> None:
         tunedcomm.all_reduce(torch.ones(5))
 
 
-def a_lost_peer_is_named_as_in_the_group(rank: int) -> None:
+def test_a_lost_peer_is_named_as_in_the_group(rank: int) -> None:
     """Last, for the group is out of step then."""
     with nodes("0,1,0,1", TUNEDCOMM_PEER_TIMEOUT_S=str(PEER_TIMEOUT_S)), tunedcomm.force("all_reduce", "hierarchical"):
         tunedcomm.all_reduce(torch.ones(5))
@@ -109,26 +110,3 @@ def a_lost_peer_is_named_as_in_the_group(rank: int) -> None:
             with pytest.raises(tunedcomm.PeerTimeoutError, match=r"^rank 0 waited .* missed rank 2 of"):
                 tunedcomm.all_reduce(torch.ones(5))
         dist.barrier()
-
-
-CASES: dict[str, Case] = {
-    case.__name__: case
-    for case in (
-        sizes_and_dtypes, in_pieces, the_public_call, nodes_that_differ,
-        a_lost_peer_is_named_as_in_the_group,
-    )
-}  # fmt: skip
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(4, body, timeout=150)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_nodes_of_two(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import gives_up_in_time
+from cases import HOST, Ranks, gives_up_in_time, replaced, settings
 from harness import run_ranks
-from quick import FULL, some
+from quick import FULL, QUICK, some
 from variant_checks import bits_of, inputs_of_all, launch_variant
 
 import tunedcomm
@@ -29,7 +29,8 @@ from tunedcomm.symm import buffer, ring
 
 kernels.discover()
 VARIANTS = ("host_one_shot", "host_two_shot")
-ENVIRONMENT = {"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_DB": "/nonexistent/tuned.db", "TUNEDCOMM_MISS_LOG": "0"}
+RANKS = Ranks(env=HOST, forget=False, timeout=2300 if FULL else 400)
+pytestmark = pytest.mark.timeout(2400 if FULL else 500)
 STORM_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LARGE = 9_000_000  # fp32 elements of a result whose pages the C library does not keep
 SIZES = (1, 7, 1000, 4099, 16384, 40001)
@@ -51,43 +52,35 @@ def expected_of(problem: Problem, everyone: list[tuple[torch.Tensor, ...]]) -> t
     return total + 0.0 if problem.dtype == "float64" else total
 
 
-def bits_body(rank: int, world_size: int, variant: str) -> int:
-    communicator, count = get_communicator(), 0
-    for seed, numel in enumerate(SIZES):
-        for dtype in REDUCED:
-            for reduction in ("sum", "avg", "max", "min"):
-                if reduction == "avg" and dtype.replace("u", "").startswith("int"):
-                    continue
-                for in_place in (count % 2 == 0,):
-                    problem = Problem(
-                        "all_reduce", (numel,), dtype, world_size, reduction=reduction, in_place=in_place, mode="eager"
-                    )
-                    config = {"chunk_kib": 16 << seed % 3, "spins": (1, 64, 1024)[count % 3]}
-                    if get_variant("all_reduce", variant).infeasible(problem, config, communicator.limits):
-                        config = {"chunk_kib": 16, "spins": 1}
-                        if get_variant("all_reduce", variant).infeasible(problem, config, communicator.limits):
-                            continue
-                    everyone = inputs_of_all(problem, seed, "integers" if count % 3 == 0 else "random")
-                    for (values,) in everyone:
-                        if values.is_floating_point():
-                            values[0], values[numel // 2] = -0.0, -1e-8  # rounds to −0.0 in a mean of halves
-                    mine = everyone[rank][0].clone()
-                    (out,) = launch_variant(communicator, problem, variant, (mine,), config)
-                    assert torch.equal(bits_of(out), bits_of(expected_of(problem, everyone))), (problem, config)
-                    assert in_place or torch.equal(bits_of(mine), bits_of(everyone[rank][0])), "the input is as it was"
-                    count += 1
-    return count
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bits(variant: str, world_size: int) -> None:
-    counts = run_ranks(world_size, bits_body, variant, env=ENVIRONMENT, timeout=240)
-    assert counts[0] >= 60
-    assert len(set(counts)) == 1
+def test_bits(rank: int, world_size: int, variant: str) -> None:
+    communicator, count, found = get_communicator(), 0, get_variant("all_reduce", variant)
+    asked = [(numel, dtype, how) for numel in SIZES for dtype in REDUCED for how in ("sum", "avg", "max", "min")]
+    for numel, dtype, reduction in some(asked):
+        if reduction == "avg" and dtype.replace("u", "").startswith("int"):
+            continue
+        seed, in_place = SIZES.index(numel), count % 2 == 0
+        problem = Problem(
+            "all_reduce", (numel,), dtype, world_size, reduction=reduction, in_place=in_place, mode="eager"
+        )
+        configs = ({"chunk_kib": 16 << seed % 3, "spins": (1, 64, 1024)[count % 3]}, {"chunk_kib": 16, "spins": 1})
+        config = next((c for c in configs if found.infeasible(problem, c, communicator.limits) is None), None)
+        if config is None:
+            continue
+        everyone = inputs_of_all(problem, seed, "integers" if count % 3 == 0 else "random")
+        for (values,) in everyone:
+            if values.is_floating_point():
+                values[0], values[numel // 2] = -0.0, -1e-8  # rounds to −0.0 in a mean of halves
+        mine = everyone[rank][0].clone()
+        (out,) = launch_variant(communicator, problem, variant, (mine,), config)
+        assert torch.equal(bits_of(out), bits_of(expected_of(problem, everyone))), (problem, config)
+        assert in_place or torch.equal(bits_of(mine), bits_of(everyone[rank][0])), "the input is as it was"
+        count += 1
+    assert count >= (20 if QUICK else 60)
 
 
-def untuned_body(rank: int, world_size: int) -> list[str]:
+def test_an_untuned_host_runs_them(rank: int, world_size: int) -> None:
     chosen = []
     for numel in (256, 1 << 20):
         problem = Problem("all_reduce", (numel,), "float32", world_size, mode="eager")
@@ -98,20 +91,12 @@ def untuned_body(rank: int, world_size: int) -> list[str]:
         assert torch.equal(tunedcomm.all_reduce(x, numerics="ordered"), torch.full((numel,), 1.0))
         matrix = x.view(2, -1).t()
         assert torch.equal(tunedcomm.all_reduce(matrix), torch.full(matrix.shape, 1.0))
-    return chosen
+    assert chosen == ["host_one_shot", "host_two_shot"]
 
 
-def test_an_untuned_host_runs_them() -> None:
-    assert run_ranks(2, untuned_body, env=ENVIRONMENT) == [["host_one_shot", "host_two_shot"]] * 2
-
-
-def force_mode_body(rank: int, world_size: int) -> None:
-    with pytest.raises(tunedcomm.InfeasibleError, match="tunedcomm tune"):
+def test_a_rule_of_thumb_is_no_answer_of_a_database(rank: int) -> None:
+    with settings({"TUNEDCOMM_MODE": "force"}), pytest.raises(tunedcomm.InfeasibleError, match="tunedcomm tune"):
         tunedcomm.all_reduce(torch.ones(16))
-
-
-def test_a_rule_of_thumb_is_no_answer_of_a_database() -> None:
-    run_ranks(2, force_mode_body, env={**ENVIRONMENT, "TUNEDCOMM_MODE": "force"})
 
 
 def one_call(op: str, x: torch.Tensor, rank: int, ranks: Sequence[int], call: int, group: Any) -> bool:
@@ -130,13 +115,14 @@ def one_call(op: str, x: torch.Tensor, rank: int, ranks: Sequence[int], call: in
     return torch.equal(tunedcomm.all_to_all(x, group=group), expected)
 
 
-def storm_body(rank: int, world_size: int, calls: int) -> int:
-    """Calls of random sizes, each rank delayed by a time of its own, some of them with another group's in between."""
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_random_sizes_and_delays(rank: int, world_size: int) -> None:
+    """100,000 with TUNEDCOMM_TEST_FULL=1; some of them are of other groups, and each rank has delays of its own."""
     others = dist.new_group(list(range(world_size)))
     pair = dist.new_group([0, world_size - 1])
     shared, own = random.Random(7), random.Random(rank)
     wrong = 0
-    for call in range(calls):
+    for call in range(100_000 if FULL else 800 if QUICK else 2000):
         numel = int(2 ** shared.uniform(0, 15))
         kind, variant, op = shared.randrange(8), shared.choice(VARIANTS), shared.choice(STORM_OPS)
         if own.random() < 0.05:
@@ -152,36 +138,24 @@ def storm_body(rank: int, world_size: int, calls: int) -> int:
                 wrong += not one_call(op, x, rank, ranks, call, group)
         else:
             wrong += not one_call(op, x, rank, ranks, call, group)
-    return wrong
+    assert wrong == 0
 
 
-@pytest.mark.timeout(1800 if FULL else 300)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_random_sizes_and_delays(world_size: int) -> None:
-    """100,000 calls with TUNEDCOMM_TEST_FULL=1."""
-    calls, limit_s = (100_000, 1700) if FULL else (2000, 240)
-    assert run_ranks(world_size, storm_body, calls, env=ENVIRONMENT, timeout=limit_s) == [0] * world_size
+def test_large_new_results_ask_for_huge_pages(rank: int) -> None:
+    advised: list[tuple[int, int]] = []
+    with replaced(buffer, "_madvise", lambda at, nbytes, advice: advised.append((at.value, nbytes.value))):
+        x = torch.full((LARGE,), float(rank + 1))
+        for number in range(3):  # the first call, the one that makes a fast call, and a fast call
+            out = tunedcomm.all_reduce(x)
+            first, nbytes = advised[-1]
+            assert len(advised) == number + 1
+            assert (out == 3).all()
+            assert out.data_ptr() <= first
+            assert first % 4096 == 0
+            assert first + nbytes <= out.data_ptr() + out.nbytes
 
 
-def large_body(rank: int, world_size: int) -> tuple[int, bool]:
-    advised = []
-    buffer._madvise = lambda address, nbytes, advice: advised.append((address.value, nbytes.value))
-    x = torch.full((LARGE,), float(rank + 1))
-    right = True
-    for _ in range(3):  # the first call, the one that makes a fast call, and a fast call
-        out = tunedcomm.all_reduce(x)
-        first, nbytes = advised[-1]
-        right &= bool((out == 3).all()) and out.data_ptr() <= first
-        right &= first % 4096 == 0 and first + nbytes <= out.data_ptr() + out.nbytes
-    return len(advised), right
-
-
-def test_large_new_results_ask_for_huge_pages() -> None:
-    assert run_ranks(2, large_body, env=ENVIRONMENT) == [(3, True)] * 2
-
-
-def threads_body(rank: int, world_size: int) -> list[int]:
-    """Two groups, each used by a thread of its own."""
+def test_two_groups_on_two_threads(rank: int, world_size: int) -> None:
     groups = [dist.new_group(), dist.new_group()]
     for group in groups:
         tunedcomm.all_reduce(torch.ones(1), group=group)  # making a group is collective: not in threads
@@ -198,11 +172,7 @@ def threads_body(rank: int, world_size: int) -> list[int]:
         thread.start()
     for thread in threads:
         thread.join()
-    return wrong
-
-
-def test_two_groups_on_two_threads() -> None:
-    assert run_ranks(2, threads_body, env=ENVIRONMENT, timeout=120) == [[0, 0]] * 2
+    assert wrong == [0, 0]
 
 
 def killed_body(rank: int, world_size: int, variant: str) -> tuple[str, list[str]]:
@@ -221,7 +191,7 @@ def killed_body(rank: int, world_size: int, variant: str) -> tuple[str, list[str
 
 @pytest.mark.parametrize("variant", some(VARIANTS))
 def test_a_peer_that_is_killed(variant: str) -> None:
-    settings = {**ENVIRONMENT, "TUNEDCOMM_PEER_TIMEOUT_S": "3"}
+    settings = {**HOST, "TUNEDCOMM_PEER_TIMEOUT_S": "3"}
     outcomes = run_ranks(3, killed_body, variant, env=settings, killed=[1])
     for said, left in (outcomes[0], outcomes[2]):
         assert re.search(r"all_reduce \(called eagerly\) missed rank 1 of the group of 3", said)
@@ -246,14 +216,10 @@ def full_body(rank: int, world_size: int, room: int) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(("room", "chosen"), [(0, "library"), (16 << 20, "host_one_shot")])
 def test_a_full_shared_memory(room: int, chosen: str) -> None:
     """Without room for the ring the library serves; the ring alone fits where interpreted kernels' memory does not."""
-    settings = {**ENVIRONMENT, "TUNEDCOMM_WORKSPACE_MIB": "16"}
+    settings = {**HOST, "TUNEDCOMM_WORKSPACE_MIB": "16"}
     assert run_ranks(2, full_body, room, env=settings) == [(chosen, [])] * 2
 
 
-def fences_body(rank: int, world_size: int) -> Any:
-    ring._IS_STRONGLY_ORDERED = False  # as on ARM
-    return [tunedcomm.all_reduce(torch.full((n,), 1.0)).sum().item() for n in (10, 500000)]
-
-
-def test_with_fences() -> None:
-    assert run_ranks(2, fences_body, env=ENVIRONMENT) == [[20.0, 1000000.0]] * 2
+def test_with_fences(rank: int) -> None:
+    with replaced(ring, "_IS_STRONGLY_ORDERED", False), settings({}):  # as on ARM
+        assert [tunedcomm.all_reduce(torch.ones(n)).sum().item() for n in (10, 500000)] == [20.0, 1000000.0]

@@ -10,11 +10,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, replaced, report, run_cases
-from harness import run_ranks
+from cases import Ranks, replaced
 
 import tunedcomm
 from tunedcomm import kernels
@@ -34,7 +32,7 @@ watching: list[bool] = []
 launches: list[int] = []
 
 
-def plant() -> None:
+def plant(rank: int) -> None:
     """`nothing`: a kernel that costs nothing, for Triton's interpreter is no part of the path."""
     kernels.discover()
     good = get_variant("all_reduce", "lamport")
@@ -44,6 +42,9 @@ def plant() -> None:
 
     register_variant(dataclasses.replace(good, name="nothing", bind=bind))
     sys.addaudithook(lambda event, _: seen.append(event) if watching and event.startswith(FORBIDDEN) else None)
+
+
+RANKS = Ranks(setup=plant)
 
 
 @contextmanager
@@ -61,7 +62,7 @@ def no_communication() -> Iterator[None]:
         yield
 
 
-def selection_does_not_communicate(rank: int) -> None:
+def test_selection_does_not_communicate(rank: int) -> None:
     """Called by one rank alone each time, with problems that were never met: nobody else is asked, nothing is read."""
     get_communicator()
     with tunedcomm.force("all_reduce", "nothing"), no_communication():
@@ -72,7 +73,7 @@ def selection_does_not_communicate(rank: int) -> None:
     dist.barrier()
 
 
-def a_repeated_call_does_nothing_but_launch(rank: int) -> None:
+def test_a_repeated_call_does_nothing_but_launch(rank: int) -> None:
     """It decides nothing, compiles nothing, opens no file, and allocates its output alone."""
     allocated: list[object] = []
     real = call_module.empty
@@ -106,7 +107,7 @@ def a_repeated_call_does_nothing_but_launch(rank: int) -> None:
             assert len(allocated) == num_allocations * CALLS
 
 
-def a_first_call_reaches_its_kernel_through_few_files(rank: int) -> None:
+def test_a_first_call_reaches_its_kernel_through_few_files(rank: int) -> None:
     """Whatever asks or launches the variant: the files on the stack, from `ops` to the kernel's, are 12 at most."""
     package, crossed = Path(tunedcomm.__file__).parent, set()
 
@@ -125,28 +126,3 @@ def a_first_call_reaches_its_kernel_through_few_files(rank: int) -> None:
         sys.setprofile(None)
     assert all(package / "ops" / "collectives.py" in files for files in crossed)
     assert 1 <= max(map(len, crossed)) <= MOST_FILES
-
-
-CASES: dict[str, Case] = {
-    case.__name__: case
-    for case in (
-        a_first_call_reaches_its_kernel_through_few_files,
-        selection_does_not_communicate,
-        a_repeated_call_does_nothing_but_launch,
-    )
-}
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    plant()
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(2, body, timeout=120)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_hot_path(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)

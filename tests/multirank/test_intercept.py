@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from cases import Launched, report, run_cases, same_bits, spy_on_launches
+from cases import Launched, Ranks, same_bits, spy_on_launches
 from harness import run_ranks
 
 import tunedcomm
 
 WORLD_SIZE = 2
+NUMEL = 4096
 FORCED = {
     "all_reduce": "lamport",
     "all_gather": "lamport",
@@ -24,6 +26,14 @@ FORCED = {
     "all_to_all_v": "push",
 }
 launched: list[Launched] = []
+
+
+def setup(rank: int) -> None:
+    for op in FORCED:
+        spy_on_launches(launched, op)
+
+
+RANKS = Ranks(setup=setup)
 
 
 @contextlib.contextmanager
@@ -60,7 +70,7 @@ def whole(rank: int, *shape: int) -> torch.Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(rank)).float()
 
 
-def all_reduce(rank: int) -> None:
+def test_all_reduce(rank: int) -> None:
     def call(**options: Any) -> torch.Tensor:
         x = whole(rank, 3, 40)
         work = dist.all_reduce(x, **options)
@@ -84,7 +94,7 @@ def all_reduce(rank: int) -> None:
     assert same_bits(parameter.detach(), whole(0, 8) + whole(1, 8))
 
 
-def all_gather(rank: int) -> None:
+def test_all_gather(rank: int) -> None:
     def call(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
         out = torch.zeros(shape)
         work = dist.all_gather_into_tensor(out, whole(rank, 6, 4), **options)
@@ -104,7 +114,7 @@ def all_gather(rank: int) -> None:
     assert same_bits(wide[6 * rank : 6 * rank + 6, ::2], whole(rank, 6, 8)[:, ::2])
 
 
-def reduce_scatter(rank: int) -> None:
+def test_reduce_scatter(rank: int) -> None:
     def call(**options: Any) -> torch.Tensor:
         out = torch.zeros(6, 4)
         work = dist.reduce_scatter_tensor(out, whole(rank, 12, 4), **options)
@@ -116,7 +126,7 @@ def reduce_scatter(rank: int) -> None:
     equal_to_the_library(lambda: call(async_op=True))
 
 
-def all_to_all(rank: int) -> None:
+def test_all_to_all(rank: int) -> None:
     def call() -> torch.Tensor:
         out = torch.zeros(6, 4)
         dist.all_to_all_single(out, whole(rank, 6, 4))
@@ -125,7 +135,7 @@ def all_to_all(rank: int) -> None:
     equal_to_the_library(call)
 
 
-def uneven_all_to_all(rank: int) -> None:
+def test_uneven_all_to_all(rank: int) -> None:
     """Rank 0 sends equal numbers of rows and rank 1 does not: whether they are equal must not matter."""
     send = ([2, 2], [0, 3])[rank]
     receive = ([2, 0], [2, 3])[rank]
@@ -152,7 +162,7 @@ def uneven_all_to_all(rank: int) -> None:
     equal_to_the_library(functional, max_count=4)
 
 
-def functional_collectives(rank: int) -> None:
+def test_functional_collectives(rank: int) -> None:
     group = dist.group.WORLD
     equal_to_the_library(lambda: funcol.all_reduce(whole(rank, 5, 8), "sum", group).clone())
     equal_to_the_library(lambda: funcol.all_gather_tensor(whole(rank, 6, 4), 0, group).clone())
@@ -178,7 +188,7 @@ def functional_collectives(rank: int) -> None:
         equal_to_the_library(call)
 
 
-def autograd_forms(rank: int) -> None:
+def test_autograd_forms(rank: int) -> None:
     group = dist.group.WORLD
 
     def gradient(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -197,7 +207,7 @@ def autograd_forms(rank: int) -> None:
     equal_to_the_library(rows, times=2, max_count=2)
 
 
-def what_goes_to_the_library(rank: int) -> None:
+def test_what_goes_to_the_library(rank: int) -> None:
     """Untouched: the library's results, its errors, its work objects."""
 
     def passed_on(call: Callable[[], Any], *, counted: bool = True) -> str:
@@ -231,7 +241,7 @@ def what_goes_to_the_library(rank: int) -> None:
         assert calls.num_passed_on == 1, str(calls)
 
 
-def other_groups_are_untouched(rank: int) -> None:
+def test_other_groups_are_untouched(rank: int) -> None:
     other = dist.new_group([0, 1])
     x = torch.full((8,), rank + 1.0)
     with served() as calls:
@@ -250,7 +260,7 @@ def other_groups_are_untouched(rank: int) -> None:
     assert calls.num_served == 2
 
 
-def passing_on_never_hangs(rank: int) -> None:
+def test_passing_on_never_hangs(rank: int) -> None:
     """A group's worker wants the interpreter's lock for old tensors while the next call wants the worker's."""
     x = torch.full((1024,), rank)
     with tunedcomm.intercept() as calls:
@@ -260,7 +270,7 @@ def passing_on_never_hangs(rank: int) -> None:
     assert torch.equal(x, torch.full((1024,), dist.get_world_size() - 1))
 
 
-def nested_blocks_and_exceptions(rank: int) -> None:
+def test_nested_blocks_and_exceptions(rank: int) -> None:
     def count() -> int:
         launched.clear()
         dist.all_reduce(torch.ones(8))
@@ -291,7 +301,7 @@ def nested_blocks_and_exceptions(rank: int) -> None:
             assert count() == 1
 
 
-def bad_arguments(rank: int) -> None:
+def test_bad_arguments(rank: int) -> None:
     with pytest.raises(tunedcomm.UnsupportedInputError, match="max_count"):
         with tunedcomm.intercept(max_count=-1):
             pass
@@ -302,33 +312,77 @@ def bad_arguments(rank: int) -> None:
         tunedcomm.install("tp")
 
 
-CASES = {
-    "all_reduce": all_reduce,
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "all_to_all": all_to_all,
-    "uneven all_to_all": uneven_all_to_all,
-    "functional collectives": functional_collectives,
-    "autograd forms": autograd_forms,
-    "what goes to the library": what_goes_to_the_library,
-    "other groups are untouched": other_groups_are_untouched,
-    "passing on never hangs": passing_on_never_hangs,
-    "nested blocks and exceptions": nested_blocks_and_exceptions,
-    "bad arguments": bad_arguments,
-}
+# What is left alone: tunedcomm's own calls, where tensors lie in memory, and groups made later.
 
 
-def body(rank: int, world_size: int) -> dict[str, str]:
-    for op in FORCED:
-        spy_on_launches(launched, op)
-    return run_cases(CASES, rank)
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    """Its sum over the default group, by the functional collective."""
+    assert dist.group.WORLD is not None
+    return funcol.all_reduce(x, "sum", dist.group.WORLD) + 0
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=180)
+def test_own_calls_are_the_librarys(rank: int) -> None:
+    """What a library variant asks `torch.distributed` for is not served by a kernel again."""
+    x = torch.full((NUMEL,), rank + 1.0)
+    a, b = torch.ones(64, 16), torch.ones(16, 64)
+    tunedcomm.all_reduce(x, max_sms=0)  # bound before
+    with tunedcomm.intercept() as seen:
+        launched.clear()
+        for _ in range(2):
+            assert torch.equal(tunedcomm.all_reduce(x, max_sms=0), torch.full((NUMEL,), 3.0))
+        assert tunedcomm.gemm_ar(a, b)[0, 0] == 16 * WORLD_SIZE
+        assert not seen.calls(), str(seen)
+        dist.all_reduce(torch.ones(NUMEL))
+        assert seen.num_passed_on == 1
+    # Without a bound of their own, rows are sent whatever bound the block names for others.
+    with tunedcomm.force("all_to_all_v", "push"), tunedcomm.intercept(max_count=4) as seen:
+        sent = tunedcomm.all_to_all_v(x.view(-1, 8), [NUMEL // 16] * 2, [NUMEL // 16] * 2)
+        assert torch.equal(sent.sum(0), torch.full((8,), 3.0 * NUMEL / 16))
+        assert not seen.calls(), str(seen)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_intercept(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)
+def test_symmetric_memory(rank: int) -> None:
+    """Legal for `torch.distributed` wherever it begins, on some ranks or on all."""
+    shared = tunedcomm.symmetric_empty(NUMEL + 4, dtype=torch.float32)
+    plain = torch.zeros(NUMEL + 4)
+    for first in (0, 1, 1 + rank, 4 * rank):
+        for source in (shared, (plain, shared)[rank]):
+            launched.clear()
+            source.fill_(rank + 1.0)
+            x = source[first : first + NUMEL]
+            out = torch.empty(NUMEL * WORLD_SIZE)
+            with tunedcomm.force("all_reduce", "two_shot"), tunedcomm.force("all_gather", "pull"):
+                with tunedcomm.intercept() as seen:
+                    dist.all_gather_into_tensor(out, x)
+                    total = reduced(x)
+                    dist.all_reduce(x)
+                assert seen.num_served == 3
+                serving = tunedcomm.ServingAllReduce()
+                assert serving.should_use(x)
+                assert torch.equal(serving.all_reduce(x, x), torch.full((NUMEL,), 6.0))
+            assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(NUMEL))
+            assert torch.equal(total, torch.full((NUMEL,), 3.0))
+            assert torch.equal(x, torch.full((NUMEL,), 6.0))
+            assert (source == rank + 1.0).sum() == 4, "what is beside it"
+            assert {seen.problem.input_kind for seen in launched} == {"plain"}
+    dist.barrier()
+
+
+def later_groups_body(rank: int, world_size: int, folder: str) -> tuple[int, int]:
+    """A group of a destroyed one's name is another group, until it is intercepted itself."""
+    with tunedcomm.force("all_reduce", "two_shot"):
+        first = tunedcomm.install()
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        assert reduced(torch.ones(NUMEL))[0] == world_size
+        tunedcomm.release_communicators()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=world_size)
+        assert dist.group.WORLD.group_name == name  # type: ignore[union-attr]
+        assert reduced(torch.ones(NUMEL))[0] == world_size
+        second = tunedcomm.install()
+        assert reduced(torch.ones(NUMEL))[0] == world_size
+        return first.num_served, second.num_served
+
+
+def test_later_groups_of_the_same_name(tmp_path: Path) -> None:
+    assert run_ranks(WORLD_SIZE, later_groups_body, str(tmp_path), timeout=60) == [(1, 1)] * WORLD_SIZE

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
-import pytest
 import torch
-from cases import Launched, report, run_cases, spy_on_launches
-from harness import run_ranks
+from cases import Ranks
+from test_intercept import WORLD_SIZE, launched, served, setup
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -22,21 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import tunedcomm
-
-WORLD_SIZE = 2
+RANKS = Ranks(setup=setup)
 WIDTH, HIDDEN, HEADS, TOKENS = 16, 32, 4, 8
-FORCED = {"all_reduce": "lamport", "all_gather": "lamport", "reduce_scatter": "lamport"}
-launched: list[Launched] = []
-
-
-@contextlib.contextmanager
-def served(*groups: Any) -> Iterator[Any]:
-    with contextlib.ExitStack() as stack:
-        for op, variant in FORCED.items():
-            stack.enter_context(tunedcomm.force(op, variant))
-        launched.clear()
-        yield stack.enter_context(tunedcomm.intercept(*groups))
 
 
 class Mlp(nn.Module):
@@ -125,7 +109,7 @@ def x_of(rank: int, *shape: int, same: bool) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0 if same else rank))
 
 
-def mlp(rank: int) -> None:
+def test_mlp(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     x = x_of(rank, TOKENS, WIDTH, same=True)
     expected = trained(tensor_parallel_mlp, mesh, x)
@@ -138,7 +122,7 @@ def mlp(rank: int) -> None:
     close([expected[0]], [Mlp()(x).detach()])
 
 
-def compiled_mlp(rank: int) -> None:
+def test_compiled_mlp(rank: int) -> None:
     """Compiled outside of the block: the code calls the operators, and they are what is served."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model, x = tensor_parallel_mlp(mesh), x_of(rank, TOKENS, WIDTH, same=True)
@@ -153,7 +137,7 @@ def compiled_mlp(rank: int) -> None:
         assert launched == []
 
 
-def data_parallel_model(rank: int) -> None:
+def test_data_parallel_model(rank: int) -> None:
     """DDP's reducer calls from C++, on the autograd engine's threads."""
 
     def step() -> list[torch.Tensor]:
@@ -167,26 +151,3 @@ def data_parallel_model(rank: int) -> None:
         close(step(), expected)
     assert calls.num_served >= 1, str(calls)
     assert launched
-
-
-CASES = {
-    "mlp": mlp,
-    "compiled mlp": compiled_mlp,
-    "data parallel model": data_parallel_model,
-}
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    for op in FORCED:
-        spy_on_launches(launched, op)
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=180)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_models(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)

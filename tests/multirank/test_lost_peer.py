@@ -5,67 +5,75 @@ from __future__ import annotations
 import os
 import re
 import signal
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import PEER_TIMEOUT_S, gives_up_in_time, report, run_cases
+from cases import HOST, PEER_TIMEOUT_S, Ranks, gives_up_in_time
 from harness import run_ranks
-from quick import some
+from quick import sample
+from variant_checks import inputs_of_all, launch_variant
 
 import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.spec import Problem, get_op, variants
 
-KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport", "two_shot_split")
+kernels.discover()
+WORLD_SIZE = 3
+ENVIRONMENT = {**HOST, "TUNEDCOMM_PEER_TIMEOUT_S": str(PEER_TIMEOUT_S)}
+RANKS = Ranks(WORLD_SIZE, env=ENVIRONMENT, timeout=500, forget=False)
+MOVES = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"), (600,))
+SHAPES = {**MOVES, "ag_gemm": (63, 56, 72), "gemm_rs": (63, 56, 72), "gemm_ar": (40, 72, 40)}
+# The second takes no three ranks, the first has tests of its own.
+ELSEWHERE = ("hierarchical", "doubling", "in_order")
+WAITING = [
+    f"{op} {name}"
+    for op in SHAPES
+    for name, variant in variants(op).items()
+    if variant.bounded and not variant.is_library and name not in ELSEWHERE
+]
 
 
-def miss(group: dist.ProcessGroup, variant: str, said: str) -> None:
-    """A call that some ranks of the group do not make: an error in time, and at once from then on."""
-    x = torch.ones(600)
-    with tunedcomm.force("all_reduce", variant):
+@pytest.mark.parametrize("name", sample(WAITING, quick=12))
+def test_a_rank_that_does_not_come_is_named(rank: int, name: str) -> None:
+    op, variant = name.split()
+    communicator, is_gemm = get_communicator(dist.new_group()), op not in MOVES
+    dtype, reduction = "bfloat16" if is_gemm else "float32", next(iter(get_op(op).reductions), "")
+    layout = "nk" if is_gemm else ""
+    problem = Problem(op, SHAPES[op], dtype, WORLD_SIZE, reduction=reduction, layout=layout, mode="eager")
+    mine = inputs_of_all(problem, 1, "random")[rank]
+    launch_variant(communicator, problem, variant, mine)
+    dist.barrier()
+    if rank != 1:
+        said = rf"{op} \(called eagerly\) missed rank 1 of the group of 3"
         with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError, match=said):
-            tunedcomm.all_reduce(x, group=group)
-    for tensor in (x, torch.ones(7), torch.ones(4, dtype=torch.int32)):
-        with gives_up_in_time(0.0), pytest.raises(tunedcomm.PeerTimeoutError):
-            tunedcomm.all_reduce(tensor, group=group)
+            launch_variant(communicator, problem, variant, mine)
+    dist.barrier()
 
 
-def lose_peers(rank: int, variant: str, lost: tuple[int, ...], said: str) -> None:
-    os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = str(PEER_TIMEOUT_S)
-    group = dist.new_group()
+@pytest.mark.parametrize(("variant", "lost"), [("lamport", (1,)), ("two_shot", (1, 2))])
+def test_a_peer_that_never_calls(rank: int, variant: str, lost: tuple[int, ...]) -> None:
+    """An error in time, and at once from then on, whatever would serve the call."""
+    group, x = dist.new_group(), torch.ones(600)
     with tunedcomm.force("all_reduce", variant):
-        assert torch.equal(tunedcomm.all_reduce(torch.ones(600), group=group), torch.full((600,), 3.0))
-    dist.barrier()
+        assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((600,), 3.0))
+        dist.barrier()
+        if rank not in lost:
+            said = rf"rank \d waited more than 3 s .* missed rank {', '.join(map(str, lost))} of the group of 3"
+            with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError, match=said):
+                tunedcomm.all_reduce(x, group=group)
     if rank not in lost:
-        miss(group, variant, said)
+        for tensor in (x, torch.ones(7), torch.ones(4, dtype=torch.int32)):
+            with gives_up_in_time(0.0), pytest.raises(tunedcomm.PeerTimeoutError):
+                tunedcomm.all_reduce(tensor, group=group)
     dist.barrier()
 
 
-def recover(rank: int) -> None:
-    """Other groups are as they were, and a lost one can be made anew."""
+def test_other_groups_are_as_they_were_and_a_lost_one_can_be_made_anew(rank: int) -> None:
     for _ in range(2):
         assert torch.equal(tunedcomm.all_reduce(torch.ones(600)), torch.full((600,), 3.0))
         tunedcomm.release_communicators()
-
-
-def silent_body(rank: int, world_size: int) -> dict[str, str]:
-    def case(variant: str, lost: tuple[int, ...], said: str) -> Any:
-        return lambda rank: lose_peers(rank, variant, lost, said)
-
-    one = r"rank \d waited more than 3 s for its peers: all_reduce \(called eagerly\) missed rank 1 of the group of 3"
-    two = r"all_reduce \(called eagerly\) missed rank 1, 2 of the group of 3"
-    cases = {variant: case(variant, (1,), one) for variant in some(KERNELS)}
-    return run_cases({**cases, "two at once": case("two_shot", (1, 2), two), "recovery": recover}, rank)
-
-
-@pytest.fixture(scope="module")
-def silent_outcomes() -> list[dict[str, str]]:
-    return run_ranks(3, silent_body, timeout=120)
-
-
-@pytest.mark.parametrize("name", [*some(KERNELS), "two at once", "recovery"])
-def test_a_peer_that_never_calls(silent_outcomes: list[dict[str, str]], name: str) -> None:
-    report(silent_outcomes, name)
 
 
 def killed_body(rank: int, world_size: int, variant: str) -> str:
@@ -79,9 +87,8 @@ def killed_body(rank: int, world_size: int, variant: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("variant", some(KERNELS, 5))
+@pytest.mark.parametrize("variant", sample(("lamport", "one_shot", "two_shot", "two_shot_lamport", "two_shot_split")))
 def test_a_peer_that_is_killed(variant: str) -> None:
-    settings = {"TUNEDCOMM_PEER_TIMEOUT_S": str(PEER_TIMEOUT_S), "TUNEDCOMM_WORKSPACE_MIB": "1"}
-    said, nothing = run_ranks(2, killed_body, variant, env=settings, killed=[1])
+    said, nothing = run_ranks(2, killed_body, variant, env=ENVIRONMENT, killed=[1])
     assert nothing is None
     assert re.search(r"all_reduce \(called eagerly\) missed rank 1 of the group of 2", said)

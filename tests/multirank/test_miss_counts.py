@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, same_bits
-from dispatch_table import LARGE, MIDDLE, SMALL, inputs_of, problem, ran, run_on_table, run_with_table
+from cases import run_cases, same_bits, spy_on_launches
+from dispatch_table import LARGE, MIDDLE, SMALL, inputs_of, launched, make_table, problem, ran
+from harness import run_ranks
 
 import tunedcomm
-from tunedcomm.db.misses import Miss, read
+from tunedcomm.db.misses import read
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Problem
@@ -49,27 +50,19 @@ def calls(rank: int) -> None:
     tunedcomm.release_communicators()
 
 
-CASES: dict[str, Case] = {"calls": calls}
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    return run_on_table(CASES, rank)
-
-
-def logged_misses(folder: Path, runs: int) -> list[Miss]:
-    log = folder / "misses.jsonl"
-    for _ in range(runs):
-        for found in run_with_table(body, folder, TEST_MISS_LOG=str(log)):
-            assert found == {"calls": ""}, found["calls"]
-    misses, skipped = read(log)
-    assert skipped == 0
-    assert log.read_bytes().count(b'{"count"') == 2 * runs, "a line a missed problem and process, none for a tuned one"
-    return misses
+def body(rank: int, world_size: int) -> str:
+    spy_on_launches(launched)
+    return run_cases({"calls": calls}, rank)["calls"]
 
 
 @pytest.mark.slow
 def test_groups_note_what_was_not_tuned_and_nothing_else(tmp_path: Path) -> None:
-    misses = logged_misses(tmp_path, runs=2)
+    log, runs, variables = tmp_path / "misses.jsonl", 2, make_table(tmp_path)
+    for _ in range(runs):
+        assert run_ranks(2, body, env={**variables, "TEST_MISS_LOG": str(log)}) == ["", ""]
+    misses, skipped = read(log)
+    assert skipped == 0
+    assert log.read_bytes().count(b'{"count"') == 2 * runs, "a line a missed problem and process, none for a tuned one"
     untuned = problem(SMALL, dtype="bfloat16")
     assert [(m.problem, m.count, m.source) for m in misses] == [
         (problem(BETWEEN), 16, "interpolated"),

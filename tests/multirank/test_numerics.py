@@ -5,20 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import random
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Launched, inputs_of, replaced, report, run_cases, same_bits, settings, spy_on_launches
-from fusion_samples import compiled
 from harness import run_ranks
-from slices import OPS, database, some_candidates
-from test_fusion_models import step, tensor_parallel_layers
-from test_intercept_models import TOKENS, WIDTH, Mlp, local, x_of
-from torch.distributed.device_mesh import init_device_mesh
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
@@ -175,77 +168,6 @@ def due_of(asked: Problem, everyone: list[tuple[torch.Tensor, ...]], rank: int) 
     return spec.reference(asked, everyone, rank)
 
 
-def variants_of(ops: Sequence[str]) -> None:
-    """Of what was launched: nothing by the library, and all of these ops."""
-    assert {seen.problem.op for seen in launched} == set(ops)
-    assert "library" not in {seen.variant for seen in launched}, launched
-
-
-def whatever_is_tuned(run: Callable[[], torch.Tensor], ops: Sequence[str]) -> None:
-    """A decode step is the same, bit by bit, from each of several databases, and without one."""
-    communicator, shuffle, chosen = get_communicator(), random.Random(3), set()
-    before, expected = communicator.snapshot, run()
-    problems = list({seen.problem: None for seen in launched})
-    candidates = []
-    for op in ops:
-        candidates += some_candidates(communicator, [each for each in problems if each.op == op], shuffle, 8)
-    for _ in range(4):
-        communicator.replace_snapshot(database(communicator, problems, candidates, shuffle))
-        launched.clear()
-        assert same_bits(run(), expected)
-        variants_of(ops)
-        chosen.add(tuple((seen.variant, *seen.config.items()) for seen in launched))
-    assert len(chosen) > 1, "the databases differ in nothing"
-    communicator.replace_snapshot(before)
-
-
-def a_block_intercepted(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    model, x = tensor_parallel_layers(mesh).bfloat16(), x_of(rank, TOKENS, WIDTH, same=True).bfloat16()
-    with tunedcomm.intercept(numerics="ordered") as calls:
-        launched.clear()
-        step(model, model, x)
-        variants_of(["all_reduce"])
-        with torch.no_grad():
-            whatever_is_tuned(lambda: local(model(x[:1])), ["all_reduce"])
-        assert calls.num_passed_on == 0, str(calls)
-
-
-def a_block_fused(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    model, x = tensor_parallel_layers(mesh).bfloat16(), x_of(rank, TOKENS, WIDTH, same=True).bfloat16()
-
-    def fused() -> Any:
-        return compiled(model, tunedcomm.fusion_pass(mesh.get_group(), when="always", numerics="ordered"))
-
-    with tunedcomm.intercept(numerics="ordered") as calls:  # for what the pass leaves
-        launched.clear()
-        step(model, fused(), x)
-        variants_of(["all_reduce", "gemm_ar"])
-        with torch.no_grad():
-            decode = fused()
-            launched.clear()
-            whatever_is_tuned(lambda: local(decode(x[:2])), ["all_reduce", "all_reduce_rms_norm", "gemm_ar"])
-        assert calls.num_passed_on == 0, str(calls)
-
-
-def a_block_served(rank: int) -> None:
-    adapter = tunedcomm.ServingAllReduce(numerics="ordered")
-    torch.manual_seed(rank)
-    layers, x = [Mlp().bfloat16() for _ in range(2)], x_of(rank, 1, WIDTH, same=True).bfloat16()
-
-    def decode() -> torch.Tensor:
-        h = x
-        for layer in layers:
-            assert adapter.should_use(h)
-            h = h + adapter.all_reduce(layer(h))
-        return h
-
-    launched.clear()
-    with torch.no_grad():
-        whatever_is_tuned(decode, ["all_reduce"])
-
-
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
@@ -257,15 +179,12 @@ CASES: dict[str, Case] = {
         interception,
         serving,
         inputs_that_no_kernel_takes,
-        a_block_intercepted,
-        a_block_fused,
-        a_block_served,
     )
 }
 
 
 def body(rank: int, world_size: int) -> dict[str, str]:
-    for op in (*OPS, "all_gather"):
+    for op in ("all_reduce", "reduce_scatter", *ROWS):
         spy_on_launches(launched, op)
     os.environ.pop("TUNEDCOMM_NUMERICS", None)
     return run_cases(CASES, rank)

@@ -9,19 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, report, run_cases
-from harness import run_ranks
+from cases import Case, Ranks, replaced
+from fusion_samples import inductor
+from gemm_samples import FP8, scale
+from gemm_samples import drawn as drawn_gemm
 from quick import some_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import tunedcomm
-import tunedcomm.ops
 from tunedcomm.ops import call as call_module
 
 WORLD_SIZE = 2
+M, K, N = 4, 16, 8
 OPS = torch.ops.tunedcomm
+
+
+RANKS = Ranks(prepare=inductor, timeout=480)
 
 
 def draw(rank: int, *shape: int) -> torch.Tensor:
@@ -86,7 +91,58 @@ def combining(rank: int) -> None:
         opcheck(OPS.ep_combine.default, (results, weights, IDS, rows, 4, *settings()))
 
 
-OPCHECK_CASES: dict[str, Case] = {
+def operands(rank: int, nk: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """a, and b in one of its two layouts."""
+    a = drawn_gemm(rank, M, K, dtype=dtype)
+    return a, drawn_gemm(rank, N, K, dtype=dtype).t() if nk else drawn_gemm(rank, K, N, dtype=dtype)
+
+
+def gemm_calls(rank: int, nk: bool, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Operator to arguments."""
+    a, b = operands(rank, nk, dtype)
+    half, single = dtype == torch.bfloat16, torch.float32
+    scales = (scale(9, 1), scale(rank, 1)) if dtype == FP8 else (None, None)
+    wide = single if half or dtype == FP8 else None
+    bias, several = drawn_gemm(5, N, dtype=wide or dtype), [scales[1]] * 2 if dtype == FP8 else []
+    return {
+        "ag_gemm": (a, b, *scales, wide, *settings()),
+        "ag_gemm_gathered": (a, b, *scales, None, *settings()),
+        "ag_gemm_list": (a, [b, b.clone()], scales[0], several, None, *settings(), "any", None),
+        "gemm_rs": (a, b, *scales, wide, "sum", *settings()),
+        "gemm_ar": (a, b, bias, *scales, wide, *settings(), "default", 8),
+    }
+
+
+def needing(value: Any, needed: bool) -> Any:
+    if isinstance(value, list):
+        return [needing(each, needed) for each in value]
+    return value.detach().requires_grad_(needed) if isinstance(value, torch.Tensor) else value
+
+
+def gemm(name: str, dtype: torch.dtype, rank: int) -> None:
+    # The others compare inputs before and after, which PyTorch cannot do with fp8 on CPUs.
+    checks = ("test_autograd_registration", "test_faketensor")
+    for nk in (False, True):
+        for needed in (False, True) if dtype == torch.float32 else (False,):
+            given = tuple(needing(each, needed) for each in gemm_calls(rank, nk, dtype)[name])
+            if dtype == FP8:
+                opcheck(getattr(OPS, name).default, given, test_utils=checks)
+            else:
+                opcheck(getattr(OPS, name).default, given)
+
+
+def gemm_into(name: str, rank: int) -> None:
+    arguments = gemm_calls(rank, True, torch.float32)[name]
+    made = getattr(OPS, name)(*arguments)
+    results = made if isinstance(made, tuple) else (made,)
+    given = {output: torch.zeros_like(result) for output, result in zip(("out", "gathered"), results, strict=False)}
+    opcheck(getattr(OPS, name).out, arguments, given)
+    getattr(OPS, name).out(*arguments, **given)
+    torch.testing.assert_close(tuple(given.values()), results)
+
+
+GEMMS = ("ag_gemm", "ag_gemm_gathered", "ag_gemm_list", "gemm_rs", "gemm_ar")
+CHECKS: dict[str, Case] = {
     "ep_dispatch": dispatching,
     "ep_combine": combining,
     **{name: functools.partial(functional, name) for name in CHECKED},
@@ -94,21 +150,17 @@ OPCHECK_CASES: dict[str, Case] = {
     "all_reduce_rms_norm_quantized": quantised,
     **{f"{name}_": functools.partial(in_place, name) for name in ("all_reduce", "all_reduce_bias")},
 }
-OPCHECK_CASES = some_of(OPCHECK_CASES, 3)
+GEMM_CHECKS: dict[str, Case] = {
+    **{name: functools.partial(gemm, name, torch.float32) for name in GEMMS},
+    **{f"{name} bf16": functools.partial(gemm, name, torch.bfloat16) for name in GEMMS},
+    **{f"{name} fp8": functools.partial(gemm, name, FP8) for name in GEMMS},
+    **{f"{name}.out": functools.partial(gemm_into, name) for name in GEMMS if name != "ag_gemm_list"},
+}
 
 
-def opcheck_body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(OPCHECK_CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def opcheck_outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, opcheck_body, timeout=240)
-
-
-@pytest.mark.parametrize("name", OPCHECK_CASES)
-def test_opcheck(opcheck_outcomes: list[dict[str, str]], name: str) -> None:
-    report(opcheck_outcomes, name)
+@pytest.mark.parametrize("name", [*some_of(CHECKS), *some_of(GEMM_CHECKS, 5)])
+def test_opcheck(rank: int, name: str) -> None:
+    {**CHECKS, **GEMM_CHECKS}[name](rank)
 
 
 def every_op(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -127,6 +179,20 @@ def every_op(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> tuple
     return total, part, normed, summed
 
 
+def every_form(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each public function: new results, given ones, one b, several; `x` is [rows, K], `w` [N, K]."""
+    y = tunedcomm.ag_gemm(x.sin(), w.t())
+    z, gathered = tunedcomm.ag_gemm(x, w.t().contiguous(), return_gathered=True, group=dist.group.WORLD)
+    p, q = tunedcomm.ag_gemm(x, [w.t(), w[:3].t()], numerics="any")
+    (r,), again = tunedcomm.ag_gemm(x, (w.t(),), return_gathered=True, out=[torch.zeros_like(p)])
+    summed = tunedcomm.gemm_ar(y + z + p + r, w, max_sms=8)
+    total = tunedcomm.gemm_rs(summed, w.t(), op="avg")
+    part = torch.zeros_like(total)
+    tunedcomm.gemm_rs(summed + gathered - again, w.t(), out=part)
+    tunedcomm.gemm_ar(total, w, bias=w[0], out=summed[: total.shape[0]])
+    return total, part, summed, q
+
+
 def arguments(rank: int, rows: int = 4) -> tuple[torch.Tensor, ...]:
     return draw(rank, rows, 6), draw(8, 6), draw(9, 6)
 
@@ -135,31 +201,17 @@ def calls_of(graph: torch.fx.Graph) -> list[str]:
     return [str(node.target) for node in graph.nodes if "tunedcomm" in str(node.target)]
 
 
-def aot(rank: int) -> None:
+@pytest.mark.parametrize("name", ["every_op", "every_form"])
+def test_aot_eager(rank: int, name: str) -> None:
+    function: Callable[..., Any] = globals()[name]
+    inputs = arguments(rank) if name == "every_op" else (drawn_gemm(rank, M, K), drawn_gemm(rank + 20, N, K))
     torch._dynamo.reset()
-    compiled = torch.compile(every_op, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*arguments(rank)), every_op(*arguments(rank)))
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), function(*inputs))
 
 
-def some_ops(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """One kernel of Inductor's, for its compiler is slow, between ops with results of all kinds."""
-    y = tunedcomm.reduce_scatter(tunedcomm.all_gather(x, dim=1), dim=1)
-    normed, summed = tunedcomm.all_reduce_rms_norm(y, weight, residual=x)
-    total = normed * summed
-    tunedcomm.all_reduce_(total)
-    tunedcomm.all_to_all(total, out=normed)
-    return total, normed, summed
-
-
-def inductor(mode: str | None, rank: int) -> None:
-    torch._dynamo.reset()
-    x, _, weight = arguments(rank)
-    compiled = torch.compile(some_ops, mode=mode, fullgraph=True)
-    for _ in range(3):
-        torch.testing.assert_close(compiled(x, weight), some_ops(x, weight))
-
-
-def dynamic(rank: int) -> None:
+@pytest.mark.slow
+def test_dynamic_shapes(rank: int) -> None:
     """One graph for all sizes, none of them written into it."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
@@ -176,7 +228,7 @@ def dynamic(rank: int) -> None:
         compiled(*arguments(rank, 5))
 
 
-def fx(rank: int) -> None:
+def test_make_fx(rank: int) -> None:
     for tracing in ("real", "fake", "symbolic"):
         traced = make_fx(every_op, tracing_mode=tracing)(*arguments(rank))
         found = calls_of(traced.graph)
@@ -197,7 +249,8 @@ class Model(torch.nn.Module):
         return tunedcomm.reduce_scatter(total)
 
 
-def exported(strict: bool, rank: int) -> None:
+@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_export(rank: int, strict: bool) -> None:
     torch.manual_seed(3)
     model = Model().requires_grad_(False)  # for all_reduce_ is in place
     rows = torch.export.Dim("rows", min=2, max=64)
@@ -210,7 +263,8 @@ def exported(strict: bool, rank: int) -> None:
             torch.testing.assert_close(each.module()(x), model(x))
 
 
-def fake(rank: int) -> None:
+@pytest.mark.slow
+def test_fake_tensors(rank: int) -> None:
     """Public functions of fake tensors give fake results, and send nothing."""
     with FakeTensorMode() as mode:
         x = torch.empty(4, 6)
@@ -224,81 +278,61 @@ def fake(rank: int) -> None:
         tunedcomm.all_reduce(mode.from_tensor(draw(rank, 3)))
 
 
-def compiled_refusals(rank: int) -> None:
+def test_refused_while_compiled(rank: int) -> None:
     """What cannot be served is refused while it is compiled, by the same words."""
+    w = draw(3, N, 5)
     calls: dict[str, Callable[[torch.Tensor], Any]] = {
         "op='mean' is no reduction": lambda x: tunedcomm.all_reduce(x, op="mean"),
         "must be a multiple of 2": tunedcomm.reduce_scatter,
+        "multiple of 2 .*pad a": lambda x: tunedcomm.gemm_rs(x, w.t()),
         "it must match x": lambda x: tunedcomm.all_reduce(x, out=x.new_empty(4)),
         "numerics": lambda x: tunedcomm.all_reduce(x, numerics="exact"),  # type: ignore[arg-type]
+        "op='max' is no reduction": lambda x: tunedcomm.gemm_rs(x, w.t(), op="max"),
+        "they must be equal": lambda x: tunedcomm.gemm_ar(x, w),
+        "out_dtype=torch.float16": lambda x: tunedcomm.ag_gemm(x, w.t(), out_dtype=torch.float16),
+        "b is a list of 2": lambda x: tunedcomm.ag_gemm(x, [w.t()] * 2, out=[x]),
     }
     for text, call in calls.items():
         torch._dynamo.reset()
         with pytest.raises(Exception, match=text):
-            torch.compile(call, backend="aot_eager", fullgraph=True)(draw(rank, 5))
+            torch.compile(call, backend="aot_eager", fullgraph=True)(draw(rank, 5, 5))
         with pytest.raises(tunedcomm.UnsupportedInputError, match=text):
-            call(draw(rank, 5))
+            call(draw(rank, 5, 5))
 
 
-def eager_goes_past(rank: int) -> None:
+def test_eager_calls_go_past_the_operators(rank: int) -> None:
     """Plain eager calls do not pay for PyTorch's dispatcher."""
     called: list[str] = []
     kept = call_module.call_operator
-    call_module.call_operator = lambda op, *rest: called.append(op) or kept(op, *rest)  # type: ignore[func-returns-value]
-    try:
+
+    def spy(op: str, *rest: Any) -> Any:
+        called.append(op)
+        return kept(op, *rest)
+
+    with replaced(call_module, "call_operator", spy):
         with torch.no_grad():
             every_op(*arguments(rank))
         every_op(*arguments(rank))
         assert not called
         tunedcomm.all_reduce(draw(rank, 3).requires_grad_())
         assert called == ["all_reduce"], "else the test above shows nothing"
-    finally:
-        call_module.call_operator = kept
 
 
-TRACED_CASES: dict[str, Case] = {
-    "aot_eager": aot,
-    "dynamic shapes": dynamic,
-    "make_fx": fx,
-    "export": functools.partial(exported, False),
-    "export strict": functools.partial(exported, True),
-    "fake tensors": fake,
-    "refused in compiled code": compiled_refusals,
-    "eager calls": eager_goes_past,
-}
-TRACED_CASES = some_of(TRACED_CASES, 2)
-INDUCTOR_CASES: dict[str, Case] = {
-    "default": functools.partial(inductor, None),
-    "reduce-overhead": functools.partial(inductor, "reduce-overhead"),
-}
-
-
-def traced_body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(TRACED_CASES, rank)
-
-
-def inductor_body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(INDUCTOR_CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def traced_outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, traced_body, timeout=240)
-
-
-@pytest.fixture(scope="module")
-def inductor_outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # they take longer than what is compiled here
-    return run_ranks(WORLD_SIZE, inductor_body, timeout=240, env=env)
-
-
-@pytest.mark.parametrize("name", TRACED_CASES)
-def test_traced(traced_outcomes: list[dict[str, str]], name: str) -> None:
-    report(traced_outcomes, name)
+def some_ops(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One kernel of Inductor's, for its compiler is slow, between ops with results of all kinds."""
+    y = tunedcomm.reduce_scatter(tunedcomm.all_gather(x, dim=1), dim=1)
+    normed, summed = tunedcomm.all_reduce_rms_norm(y, weight, residual=x)
+    total = normed * summed
+    tunedcomm.all_reduce_(total)
+    tunedcomm.all_to_all(total, out=normed)
+    return total, normed, summed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INDUCTOR_CASES)
-def test_inductor(inductor_outcomes: list[dict[str, str]], name: str) -> None:
-    report(inductor_outcomes, name)
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_inductor(rank: int, mode: str | None) -> None:
+    torch._dynamo.reset()
+    x, _, weight = arguments(rank)
+    compiled = torch.compile(some_ops, mode=mode, fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x, weight), some_ops(x, weight))

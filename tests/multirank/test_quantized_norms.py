@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from cases import HOST, Ranks
 from quick import some
 from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
 
@@ -17,6 +17,7 @@ from tunedcomm.ops.call import paths
 from tunedcomm.spec import Problem, get_op, variants
 
 OP = "all_reduce_rms_norm"
+RANKS = Ranks(env=HOST, forget=False)
 kernels.discover()
 FORMS = [name for name in variants(OP) if name.endswith("_quantized")]
 SHAPES = ((3, 1024), (5, 256), (1, 128), (4, 384), (7, 640))
@@ -33,29 +34,23 @@ def forms():
     yield from ((layout, ("", "fp8", "token")[number % 3]) for number, layout in enumerate(layouts[4:]))
 
 
-def shapes_body(rank, world_size, dtype):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shapes(rank, world_size):
     """Every variant up and down on one lane that every call leaves fit."""
     communicator, ran = get_communicator(), dict.fromkeys(variants(OP), 0)
-    limits = limits_of(communicator)
+    limits, dtype = limits_of(communicator), {2: "bfloat16", 3: "float32"}[world_size]
     for seed, (layout, scaling) in some(enumerate(forms())):
         problem = problem_of(SHAPES[seed % len(SHAPES)], dtype, world_size, layout, scaling)
         for name, variant in variants(OP).items():
             if variant.infeasible(problem, variant.default(problem, limits), limits) is None:
                 check_variant(communicator, problem, name, seed=seed, kind="integers" if seed % 4 == 3 else "random")
                 ran[name] += 1
-    return ran
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_shapes(world_size):
-    (ran, *others) = run_ranks(world_size, shapes_body, {2: "bfloat16", 3: "float32"}[world_size], timeout=240)
-    assert all(other == ran for other in others)
     assert len(FORMS) == 4
     assert {ran[name] for name in (*FORMS, "library", "host_unfused")} == {max(ran.values())}
     assert {ran[name] for name in ("lamport", "one_shot", "two_shot", "two_shot_lamport", "unfused")} == {0}
 
 
-def quantised_norm_body(rank, world_size):
+def test_they_quantise_the_ordered_norm(rank, world_size):
     """The scales and numbers are those of the ordered norm, which is that of the basic form; the same on every rank."""
     communicator, found = get_communicator(), []
     for number, scaling in enumerate(("token+norm", "group128+columns+norm", "group128+pow2+norm")):
@@ -75,15 +70,12 @@ def quantised_norm_body(rank, world_size):
             scaled = groups * (1 / scales).unsqueeze(-1)
             assert torch.equal(bits_of(out), bits_of(scaled.flatten(-2).to(torch.float8_e4m3fn)))
             found.append([bits_of(out).tolist(), bits_of(scales).tolist()])
-    return found
+    theirs = [None] * world_size
+    dist.all_gather_object(theirs, found)
+    assert all(other == found for other in theirs)
 
 
-def test_they_quantise_the_ordered_norm():
-    one, other = run_ranks(2, quantised_norm_body, timeout=240)
-    assert one == other
-
-
-def special_body(rank, world_size):
+def test_zeros_infinities_and_nan(rank, world_size):
     """Rows of zeros, infinities and NaN: the same meaning from every variant, and neighbours are left alone."""
     communicator = get_communicator()
     for dtype, scaling in (
@@ -126,11 +118,6 @@ def special_body(rank, world_size):
         assert norm.isinf().any(), name
         assert scales.isinf().all(), name
         assert (out.float() * scales).isnan().all(), name
-    return True
-
-
-def test_zeros_infinities_and_nan():
-    assert run_ranks(2, special_body, timeout=240) == [True] * 2
 
 
 CALLS = {
@@ -148,7 +135,7 @@ CALLS = {
 }
 
 
-def public_body(rank, world_size):
+def test_public_call(rank, world_size):
     """What the public call returns, with new and given results; the second call is fast."""
     shape, flat = (2, 3, 256), (6, 256)
     layouts = ("residual+offset", "full_bias+residual", "full_bias+residual+offset", "bias+residual")
@@ -185,14 +172,9 @@ def public_body(rank, world_size):
     assert torch.equal(h, again[1])
     empty = tunedcomm.all_reduce_rms_norm(torch.ones(0, 128), torch.ones(128), quantize="group128", with_norm=True)
     assert [tuple(t.shape) for t in empty] == [(0, 128), (0, 128), (0, 1), (0, 128)]
-    return True
 
 
-def test_public_call():
-    assert run_ranks(2, public_body, timeout=240) == [True] * 2
-
-
-def bad_body(rank, world_size):
+def test_bad_input(rank, world_size):
     x, w = torch.ones(4, 64), torch.ones(64)
     for change, said in (
         ({"quantize": "row"}, "quantize='row'"),
@@ -219,14 +201,10 @@ def bad_body(rank, world_size):
         operator(x.clone().requires_grad_(), w, None, None, None, *asked)
     with pytest.raises(tunedcomm.UnsupportedInputError, match="call that"):
         operator(x, w, None, None, None, 1e-6, "", *asked[2:])
-    return True
 
 
-def test_bad_input():
-    assert run_ranks(2, bad_body) == [True] * 2
-
-
-def alone_body(rank, world_size):
+@pytest.mark.parametrize("world_size", [pytest.param(1, id="alone")])
+def test_a_group_of_one(rank, world_size):
     x, w = torch.randn(2, 3, 256), torch.randn(256)
     plain, held = tunedcomm.all_reduce_rms_norm(x, w + 1.0, residual=x)
     y, h, scales, norm = tunedcomm.all_reduce_rms_norm(
@@ -237,36 +215,6 @@ def alone_body(rank, world_size):
     back = (y.float().unflatten(-1, (2, 128)) * scales.unsqueeze(-1)).flatten(-2)
     assert (back - plain).norm() < 0.05 * plain.norm()
     assert scales.stride() == (3, 1, 8)
-    return True
-
-
-def test_a_group_of_one():
-    assert run_ranks(1, alone_body) == [True]
-
-
-def bias_body(rank, world_size):
-    """all_reduce_bias with a bias of x's shape: the bits of adding it to the ordered sum, and its gradient."""
-    for dtype in (torch.bfloat16, torch.float32):
-        x, bias = (torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(7)).to(dtype) for _ in range(2))
-        for name in (each for each in variants("all_reduce_bias") if each != "in_order"):  # it cannot be forced
-            with tunedcomm.force("all_reduce_bias", name):
-                for _ in range(2):
-                    got = tunedcomm.all_reduce_bias(x, bias)
-                    due = (tunedcomm.all_reduce(x, numerics="ordered").float() + bias.float()).to(dtype)
-                    torch.testing.assert_close(got, due, rtol=0, atol=0 if name != "library" else 0.05)
-                    held = x.clone()
-                    assert torch.equal(tunedcomm.all_reduce_bias(held, bias, out=held), got)
-        assert tunedcomm.all_reduce_bias(x[:0], bias[:0]).shape == (0, 3, 40)
-        with pytest.raises(tunedcomm.UnsupportedInputError, match="bias"):
-            tunedcomm.all_reduce_bias(x, bias[:, :2])
-    x, bias = (t.clone().requires_grad_() for t in (x, bias))
-    tunedcomm.all_reduce_bias(x, bias).square().sum().backward()
-    assert torch.equal(bias.grad, 2 * tunedcomm.all_reduce_bias(x, bias).detach())
-    return True
-
-
-def test_a_bias_of_the_whole_shape():
-    assert run_ranks(2, bias_body, timeout=240) == [True] * 2
 
 
 def test_scales_of_columns_are_padded():

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Launched, report, run_cases, spy_on_launches
-from harness import run_ranks
+from cases import Launched, Ranks, spy_on_launches
 
 import tunedcomm
 
 ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 2
 launched: list[Launched] = []
+RANKS = Ranks(setup=lambda rank: spy_on_launches(launched))
 
 
-def it_serves_what_a_kernel_is_chosen_for(rank: int) -> None:
+def test_it_serves_what_a_kernel_is_chosen_for(rank: int) -> None:
     adapter = tunedcomm.ServingAllReduce()
     assert (adapter.rank, adapter.world_size, adapter.disabled) == (rank, WORLD_SIZE, False)
     x = torch.full((32,), rank + 1.0)
@@ -42,7 +42,7 @@ def it_serves_what_a_kernel_is_chosen_for(rank: int) -> None:
     assert {told.served_by.split("(")[0] for told in adapter.asked()} == {"", "one_shot"}
 
 
-def names_of_the_engines(rank: int) -> None:
+def test_names_of_the_engines(rank: int) -> None:
     adapter = tunedcomm.ServingAllReduce(dist.group.WORLD, torch.device("cpu"), max_bytes=64)
     small, large = torch.ones(16), torch.ones(17)
     with tunedcomm.force("all_reduce", "lamport"):
@@ -59,7 +59,7 @@ def names_of_the_engines(rank: int) -> None:
         assert not adapter.should_use(small)
 
 
-def what_it_does_not_take(rank: int) -> None:
+def test_what_it_does_not_take(rank: int) -> None:
     adapter = tunedcomm.ServingAllReduce()
     for x in (torch.ones(4, dtype=torch.bool), torch.ones(0), torch.ones(4, dtype=torch.float64)):
         assert not adapter.should_use(x)
@@ -69,28 +69,6 @@ def what_it_does_not_take(rank: int) -> None:
     for wrong in ("1MiB", -1, 1.5, True):
         with pytest.raises(tunedcomm.UnsupportedInputError, match=f"max_bytes={wrong!r} is no number of bytes"):
             tunedcomm.ServingAllReduce(max_bytes=wrong)  # type: ignore[arg-type]
-
-
-CASES = {
-    "it serves what a kernel is chosen for": it_serves_what_a_kernel_is_chosen_for,
-    "names of the engines": names_of_the_engines,
-    "what it does not take": what_it_does_not_take,
-}
-
-
-def body(rank: int, world_size: int) -> dict[str, str]:
-    spy_on_launches(launched)
-    return run_cases(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_serving(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)
 
 
 EXAMPLES = {

@@ -1,14 +1,19 @@
-"""Calls inside of what else PyTorch has: tracing, transforms, tensors of other kinds, another default device."""
+"""Calls inside of what else there is: tracing, transforms, other tensors, graphs of the group, forks and threads."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from cases import Case, report, run_cases
+import torch.distributed as dist
+from cases import Ranks, replaced
 from harness import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,14 +21,22 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tunedcomm
 from tunedcomm import kernels
+from tunedcomm.dispatch import communicator as communicator_module
+from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.kernels.common import launch
+from tunedcomm.kernels.common.launch import bind_kernel
+from tunedcomm.kernels.common.nan import NAN_BITS, NUM_CELLS, count_nan_request
+from tunedcomm.ops import call as call_module
 from tunedcomm.spec import register_variant, variants
+
+RANKS = Ranks()
 
 
 def refused(text: str) -> Any:
     return pytest.raises(tunedcomm.UnsupportedInputError, match=text)
 
 
-def no_plain_tensors(rank: int) -> None:
+def test_no_plain_tensors(rank: int) -> None:
     """What has no operator cannot be traced; such tensors have no memory at their address."""
     out = tunedcomm.symmetric_empty((8, 8), dtype=torch.float32)
     calls: list[Callable[[torch.Tensor], Any]] = [
@@ -40,7 +53,7 @@ def no_plain_tensors(rank: int) -> None:
             torch.vmap(call)(torch.ones(2, 4, 8))
 
 
-def a_variant_that_raises_when_asked(rank: int) -> None:
+def test_a_variant_that_raises_when_asked(rank: int) -> None:
     """Whether a miss is worth tuning is asked on one rank alone; nobody wanted this variant to run."""
     tunedcomm.release_communicators()
     kernels.discover()
@@ -68,21 +81,130 @@ def a_variant_that_raises_when_asked(rank: int) -> None:
         tunedcomm.release_communicators()
 
 
-CASES: dict[str, Case] = {
-    "no plain tensors": no_plain_tensors,
-    "a variant that raises when it is asked": a_variant_that_raises_when_asked,
-}
+def test_what_graphs_replay_is_kept(rank: int) -> None:
+    """Whoever dispatches anew drops plans, but not those of captured calls: graphs write to their buffers."""
+    x, weight = torch.ones(4, 64), torch.ones(64)
+    communicator = get_communicator()
+    for call in (
+        lambda: tunedcomm.all_reduce(x),
+        lambda: tunedcomm.all_reduce_rms_norm(x, weight),
+        lambda: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2),
+    ):
+        call()
+        before = set(communicator._captured)
+        warm = {id(plan) for plan in communicator.plans.values()}
+        assert not before & warm
+        for key, plan in list(communicator.plans.items()):
+            communicator.plans[(*key[:-1], True)] = plan
+        communicator.forget_calls()
+        with replaced(call_module, "is_capturing", lambda: True):
+            call()
+        communicator.forget_plans()
+        call()
+        (kept,) = set(communicator._captured) - before
+        assert kept in warm
 
 
-def body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(CASES, rank)
+def test_large_kernels_leave_room_for_graphs(rank: int) -> None:
+    """An eager kernel that takes most of the GPU serves until a graph is captured, then is no candidate any more."""
+
+    @contextlib.contextmanager
+    def whole(limit: float) -> Iterator[launch.Residency]:
+        yield launch.Residency(limit, share=1.0)
+
+    tunedcomm.release_communicators()
+    x = torch.ones(256)
+    communicator = get_communicator()
+    with tunedcomm.force("all_reduce", "two_shot"), replaced(communicator_module, "within", whole):
+        tunedcomm.all_reduce(x)
+        (plan,) = communicator.plans.values()
+        communicator.captured(plan)
+        assert not communicator.plans
+        with pytest.raises(tunedcomm.InfeasibleError, match=r"two_shot\(.*100% of the GPU; once a group has captured"):
+            tunedcomm.all_reduce(x)
+    tunedcomm.all_reduce(x)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(2, body)
+NUM_THREADS, NUM_LAUNCHES = 3, 20
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_surroundings(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)
+def in_a_child(call: Callable[[], object]) -> str:
+    """The name of the error that the call raises in a forked child, or "" if it raises none."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+            said = ""
+        except BaseException as error:  # noqa: BLE001 - reported to the parent
+            said = type(error).__name__
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as pipe:
+        return pipe.read()
+
+
+def test_a_forked_child_is_no_rank(rank: int) -> None:
+    """Not of a group that was called before, nor of one that was not, nor through a fast call or an operator."""
+    other, x = dist.new_group([0, 1]), torch.ones(64)
+    for _ in range(3):
+        assert torch.equal(tunedcomm.all_reduce(x), torch.full((64,), 2.0))
+    with tunedcomm.intercept():
+        dist.all_reduce(torch.ones(64))
+        calls: list[Callable[[], object]] = [
+            lambda: tunedcomm.all_reduce(x),
+            lambda: tunedcomm.all_gather(x),
+            lambda: tunedcomm.all_reduce(x, group=other),
+            lambda: tunedcomm.all_reduce(torch.ones(64, requires_grad=True)),
+            tunedcomm.get_communicator,
+            tunedcomm.check_agreement,
+        ]
+        for call in calls:
+            assert in_a_child(call) == "GroupError"
+    for group in (None, other):
+        assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((64,), 2.0)), "the parent goes on"
+
+
+def test_threads_that_launch(rank: int) -> None:
+    """Kernels that wait for nobody, so that their order does not matter."""
+    bind = bind_kernel(count_nan_request(4), NUM_CELLS, torch.device("cpu")).fix((None,) * 5)
+    failures: list[BaseException] = []
+
+    def launch(count: int) -> None:
+        x = torch.ones(700 * count)
+        x[:count] = float("nan")
+        try:
+            for _ in range(NUM_LAUNCHES):
+                cells = torch.zeros(NUM_CELLS, dtype=torch.int64)
+                bind(0, x.data_ptr(), x.numel(), *NAN_BITS["float32"], cells.data_ptr())
+                assert int(cells.sum()) == count
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    threads = [threading.Thread(target=launch, args=(number + 1,)) for number in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def warned_body(rank: int, world_size: int) -> list[str]:
+    a, b = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(16, 16, dtype=torch.bfloat16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for op in ("all_gather", "reduce_scatter", "ag_gemm", "gemm_rs"):
+            with tunedcomm.force(op, "library"):
+                function = getattr(tunedcomm, op)
+                _ = function(a, b) if op.endswith(("gemm", "rs")) else function(a)
+        with tunedcomm.intercept():
+            x = torch.ones(64)
+            dist.all_reduce(x)
+    assert x[0] == world_size
+    return [f"{each.category.__name__}: {each.message}" for each in caught]
+
+
+def test_no_warning_of_torchs_is_printed() -> None:
+    assert run_ranks(2, warned_body, timeout=90, fresh=True) == [[], []]

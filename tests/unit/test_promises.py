@@ -22,7 +22,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_selection_select.py::test_candidates_that_failed_in_the_family_are_not_interpolated",
         "unit/test_selection_fallback.py::test_an_empty_snapshot_gives_the_library",
         "multirank/test_tuner_faults.py::test_bad_variant_is_recorded_once",
-        "multirank/test_result_check.py::test_result_check[it_raises_on_every_rank_and_the_library_takes_over]",
+        "multirank/test_checks.py::test_it_raises_on_every_rank_and_the_library_takes_over",
     ),
     'Where `numerics="ordered"` excludes the library': (
         "multirank/test_numerics.py::test_numerics[a_calls_own_policy_wins]",
@@ -38,14 +38,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     # 2. No hang by disagreement
     "Rank 0 reads the databases once": (
-        "multirank/test_agreement.py::test_agreement[only rank 0 reads]",
-        "multirank/test_agreement.py::test_agreement[each rank another]",
-        "multirank/test_agreement.py::test_agreement[snapshots that differ]",
+        "multirank/test_agreement.py::test_only_rank_0_reads",
+        "multirank/test_agreement.py::test_databases[each rank another]",
+        "multirank/test_agreement.py::test_what_differs_is_named[a_snapshot]",
     ),
     "After that a choice depends on": (
         "unit/test_selection_fallback.py::test_decisions_are_pure_and_do_not_depend_on_row_order",
         "unit/test_selection_select.py::test_importing_selection_needs_neither_torch_nor_a_database",
-        "multirank/test_hot_path.py::test_hot_path[selection_does_not_communicate]",
+        "multirank/test_hot_path.py::test_selection_does_not_communicate",
     ),
     # 3. Not slower than the library
     ", beyond noise, at a tuned problem": (
@@ -67,11 +67,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     # 4. Same bits
     "Each variant has a numerics class": (
         "unit/test_spec.py::test_a_variant_of_no_numerics_class_is_refused",
-        "multirank/test_all_reduce_variants.py::test_ordered_variants_give_the_same_bits",
-        "multirank/test_dispatch.py::test_dispatch[same bits on every rank]",
+        "multirank/test_variants.py::test_ordered_variants_give_the_same_bits",
+        "multirank/test_dispatch.py::test_same_bits_on_every_rank",
         "unit/test_cli_db_pins.py::test_unordered_variant_is_said_to_serve_few",
         "unit/test_selection_select.py::test_numerics_policy",
-        "multirank/test_dispatch.py::test_dispatch[numerics policies]",
+        "multirank/test_dispatch.py::test_numerics_policies",
     ),
     # 5. Graphs and streams
     "Every variant can be captured": (
@@ -84,8 +84,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "gpu/test_stress_gpu.py::test_nothing_is_wrong_and_nothing_hangs",
     ),
     "A captured or repeated call tunes nothing": (
-        "multirank/test_hot_path.py::test_hot_path[a_repeated_call_does_nothing_but_launch]",
-        "multirank/test_fast_calls.py::test_fast_calls[the second call is fast]",
+        "multirank/test_hot_path.py::test_a_repeated_call_does_nothing_but_launch",
+        "multirank/test_fast_calls.py::test_the_second_call_is_fast",
     ),
     # 6. Says why
     "`explain` names the layer": (
@@ -101,12 +101,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "When it expires the host raises": ("multirank/test_lost_peer.py::test_a_peer_that_never_calls",),
     # 8. Any input
     "Any size from zero, any stride": (
-        "multirank/test_bad_input.py::test_input[zero elements]",
-        "multirank/test_bad_input.py::test_input[non-dense strides]",
-        "multirank/test_bad_input.py::test_input[group of others]",
-        "multirank/test_dispatch.py::test_dispatch[any strides]",
-        "multirank/test_all_reduce_variants.py::test_sizes",
-        "multirank/test_groups.py::test_four_ranks[overlapping groups]",
+        "multirank/test_bad_input.py::test_zero_elements",
+        "multirank/test_bad_input.py::test_non_dense_strides",
+        "multirank/test_bad_input.py::test_group_of_others",
+        "multirank/test_dispatch.py::test_any_strides",
+        "multirank/test_variants.py::test_sizes",
+        "multirank/test_groups.py::test_overlapping_groups",
     ),
 }
 NAMED = [test for tests in TESTS.values() for test in tests]
