@@ -4,8 +4,7 @@
 
 Each fault is one edit of the package's text, found wherever it stands, so that files may move. A copy of the checkout
 gets the edit and runs the tests of the fault's area, as `make test` would; a fault that no test notices is `missed`.
-Where code was rewritten, a fault keeps the texts of both forms. A fault whose text is not there is `gone`: write its
-form for the new code. Exit status: 0 if every fault was caught.
+A fault whose text is not there is `gone`: write it anew for the new code. Exit status: 0 if every fault was caught.
 """
 
 from __future__ import annotations
@@ -42,298 +41,182 @@ AREAS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One edit: in one of the forms `(text, replacement)`, the first that the package holds exactly once."""
+    """One edit of a text that the package holds exactly once."""
 
     area: str
     name: str
-    forms: tuple[tuple[str, str], ...]
-
-
-def fault(area: str, name: str, *forms: tuple[str, str]) -> Fault:
-    return Fault(area, name, forms)
+    text: str
+    replacement: str
 
 
 FAULTS = [
-    fault("selection", "noise_ignores_samples", ("spread / math.sqrt(row.samples)", "spread / row.samples")),
-    fault(
+    Fault("selection", "noise_ignores_samples", "spread / math.sqrt(row.samples)", "spread / row.samples"),
+    Fault(
         "selection",
         "score_inverted",
-        (
-            "/ math.pow(own_us, exponent) * math.pow(baseline_us, exponent)",
-            "* math.pow(own_us, exponent) / math.pow(baseline_us, exponent)",
-        ),
-        (
-            "/ math.pow(own_us, share) * math.pow(baseline_us, share)",
-            "* math.pow(own_us, share) / math.pow(baseline_us, share)",
-        ),
+        "/ math.pow(own_us, exponent) * math.pow(baseline_us, exponent)",
+        "* math.pow(own_us, exponent) / math.pow(baseline_us, exponent)",
     ),
-    fault("selection", "disturbed_rows_count", ("own_us > _DISTURBED * baseline_us", "own_us < 0 * baseline_us")),
-    fault(
+    Fault("selection", "disturbed_rows_count", "own_us > _DISTURBED * baseline_us", "own_us < 0 * baseline_us"),
+    Fault(
         "selection",
         "layer_before_drift",
-        ("(row.borrowed, row.drift, row.layer_rank)", "(row.borrowed, row.layer_rank, row.drift)"),
+        "(row.borrowed, row.drift, row.layer_rank)",
+        "(row.borrowed, row.layer_rank, row.drift)",
     ),
-    fault("selection", "plain_answered_by_symmetric", ('kinds.append("plain")', 'kinds.append("symmetric")')),
-    fault(
+    Fault("selection", "plain_answered_by_symmetric", 'kinds.append("plain")', 'kinds.append("symmetric")'),
+    Fault(
         "selection",
         "stale_rows_count",
-        ("return None if current == source_hash else changed", "return None if current else changed"),
-        ("if current is None or current == source_hash:", "if current is None or current:"),
-        ("if current is None or current == held:", "if current is None or current:"),
+        "return None if current == source_hash else changed",
+        "return None if current else changed",
     ),
-    fault(
-        "selection",
-        "max_sms_ignored",
-        ("reason = reason or self._why_too_large(candidate)", "reason = reason or None"),
-        ("self.feasible(candidate) or self._too_large(candidate)", "self.feasible(candidate)"),
-        ("if self.max_sms is None or 0 <= (sms", "if True or 0 <= (sms"),
-    ),
-    fault(
+    Fault("selection", "max_sms_ignored", "if self.max_sms is None or 0 <= (sms", "if True or 0 <= (sms"),
+    Fault(
         "selection",
         "interpolation_swapped",
-        (
-            "return math.exp((1 - weight) * math.log(low) + weight * math.log(high))",
-            "return math.exp(weight * math.log(low) + (1 - weight) * math.log(high))",
-        ),
-        (
-            "(1 - weight) * math.log(self.low) + weight * math.log(self.high)",
-            "weight * math.log(self.low) + (1 - weight) * math.log(self.high)",
-        ),
+        "return math.exp((1 - weight) * math.log(low) + weight * math.log(high))",
+        "return math.exp(weight * math.log(low) + (1 - weight) * math.log(high))",
     ),
-    fault(
-        "selection",
-        "bound_from_below_lost",
-        ("[t_low * 2**doublings]", "[t_low]"),
-        ("self.low * 2**place.doublings", "self.low"),
-    ),
-    fault(
-        "selection",
-        "numerics_policy_ignored",
-        ("elif not admits(self.policy, numerics):", "elif numerics is None:"),
-        ("if not admits(self.policy, numerics):", "if numerics is None:"),
-    ),
-    fault("dispatch", "mode_off_ignored", ('.settings.mode == "off"', '.settings.mode == "offline"')),
-    fault(
+    Fault("selection", "bound_from_below_lost", "[t_low * 2**doublings]", "[t_low]"),
+    Fault("selection", "numerics_policy_ignored", "if not admits(self.policy, numerics):", "if numerics is None:"),
+    Fault("dispatch", "mode_off_ignored", '.settings.mode == "off"', '.settings.mode == "offline"'),
+    Fault(
         "dispatch",
         "mode_force_ignored",
-        (
-            'if communicator.settings.mode == "force" and decision.source == "library":',
-            'if communicator.settings.mode == "forced" and decision.source == "library":',
-        ),
-        (
-            'if communicator.settings.mode == "force" and not decision.is_answered:',
-            'if communicator.settings.mode == "forced" and not decision.is_answered:',
-        ),
+        'if communicator.settings.mode == "force" and not decision.is_answered:',
+        'if communicator.settings.mode == "forced" and not decision.is_answered:',
     ),
-    fault(
+    Fault(
         "dispatch",
         "nan_unseen",
-        ("if found:\n                raise NanInputError", "if found < 0:\n                raise NanInputError"),
-        ("if found:\n            raise NanInputError", "if found < 0:\n            raise NanInputError"),
+        "if found:\n                raise NanInputError",
+        "if found < 0:\n                raise NanInputError",
     ),
-    fault(
-        "dispatch",
-        "misses_by_every_rank",
-        ("in MISSES and communicator.rank == 0 and", "in MISSES and"),
-        ("if communicator.rank != 0 or settings", "if settings"),
-        ("if communicator.rank != 0 or (noted", "if (noted"),
-    ),
-    fault("dispatch", "misses_counted_twice", ("counter.count += 1", "counter.count += 2")),
-    fault(
+    Fault("dispatch", "misses_by_every_rank", "if communicator.rank != 0 or (noted", "if (noted"),
+    Fault("dispatch", "misses_counted_twice", "counter.count += 1", "counter.count += 2"),
+    Fault(
         "dispatch",
         "others_failure_unheard",
-        (
-            "for rank, (_, text) in enumerate(theirs):\n        if text:",
-            "for rank, (_, text) in enumerate(theirs):\n        if not text and text:",
-        ),
+        "for rank, (_, text) in enumerate(theirs):\n        if text:",
+        "for rank, (_, text) in enumerate(theirs):\n        if not text and text:",
     ),
-    fault(
-        "dispatch",
-        "settings_not_compared",
-        ("if other.get(name) != theirs[0].get(name):", "if other.get(name) != other.get(name):"),
-        ("not in other or first[name] != other[name]:", "not in other:"),
-    ),
-    fault(
+    Fault("dispatch", "settings_not_compared", "not in other or first[name] != other[name]:", "not in other:"),
+    Fault(
         "dispatch",
         "forced_variant_unchecked",
-        (
-            "if reason := check_candidate(problem, candidate, limits):\n        raise InfeasibleError",
-            "if reason := None:\n        raise InfeasibleError",
-        ),
+        "if reason := check_candidate(problem, candidate, limits):\n        raise InfeasibleError",
+        "if reason := None:\n        raise InfeasibleError",
     ),
-    fault(
-        "dispatch",
-        "policy_unchecked",
-        ("if policy is not None and policy not in settings.POLICIES:", "if policy in ():"),
+    Fault(
+        "dispatch", "policy_unchecked", "if policy is not None and policy not in settings.POLICIES:", "if policy in ():"
     ),
-    fault(
+    Fault(
         "dispatch",
         "plans_survive_force",
-        (
-            "dispatcher.forced_ops[op] = (variant, clean)\n    _forget_plans()",
-            "dispatcher.forced_ops[op] = (variant, clean)",
-        ),
-        ("_forced[op] = (variant, clean)\n    _forget_plans()", "_forced[op] = (variant, clean)"),
-        ("    forced_ops[op] = (variant, clean)\n    _forget_plans()", "    forced_ops[op] = (variant, clean)"),
+        "    forced_ops[op] = (variant, clean)\n    _forget_plans()",
+        "    forced_ops[op] = (variant, clean)",
     ),
-    fault(
-        "db",
-        "newest_row_lost",
-        (
-            "if row.tier != known.tier:\n        return row.tier < known.tier\n    return _age(row) > _age(known)",
-            "if row.tier != known.tier:\n        return row.tier < known.tier\n    return _age(row) < _age(known)",
-        ),
-        ("for part in row.tier), row.created_at, *content)", "for part in row.tier), *content)"),
+    Fault(
+        "db", "newest_row_lost", "for part in row.tier), row.created_at, *content)", "for part in row.tier), *content)"
     ),
-    fault(
+    Fault(
         "db",
         "pins_of_other_world_sizes",
-        ("if pin.problem.world_size != self._world_size or pin", "if pin.problem.world_size < 0 or pin"),
-        ("if p.problem.world_size == world_size and", "if world_size and"),
-        ("if pin.problem.world_size == world_size and", "if world_size and"),
-        ("for pin in pins if pin.problem.world_size == world_size]", "for pin in pins if world_size]"),
+        "for pin in pins if pin.problem.world_size == world_size]",
+        "for pin in pins if world_size]",
     ),
-    fault(
-        "db",
-        "failures_forgotten",
-        ('if f.created_at >= self.good.get(k, "")', 'if f.created_at > "z"'),
-        ('if failure.created_at >= self.good.get(key, "")', 'if failure.created_at > "z"'),
-        ('if failure[0] >= good.get(place, "") and', 'if failure[0] > "z" and'),
-    ),
-    fault(
+    Fault("db", "failures_forgotten", 'if failure[0] >= good.get(place, "") and', 'if failure[0] > "z" and'),
+    Fault(
         "db",
         "manifest_not_compared",
-        (
-            'if (said["num_bytes"], said["sha256"]) != (num_bytes, sha256.hexdigest()):',
-            'if said["num_bytes"] != num_bytes:',
-        ),
-        ("if content != {name: said[name] for name in content}:", 'if content["num_bytes"] != said["num_bytes"]:'),
+        "if content != {name: said[name] for name in content}:",
+        'if content["num_bytes"] != said["num_bytes"]:',
     ),
-    fault(
-        "db",
-        "status_unchecked",
-        ("if value not in STATUSES:", "if value in ():"),
-        ('check_one_of(status, STATUSES, "status")\n    if status == "ok"', 'if status == "ok"'),
+    Fault(
+        "db", "status_unchecked", 'check_one_of(status, STATUSES, "status")\n    if status == "ok"', 'if status == "ok"'
     ),
-    fault(
+    Fault(
         "db",
         "absurd_latency_taken",
-        ("not LEAST_US <= cast(float, value) <= MOST_US", "not -1e30 <= cast(float, value) <= 1e30"),
-        ("not LEAST_US <= value <= MOST_US", "not -1e30 <= value <= 1e30"),
-        ("is_number and LEAST_US <= value <= MOST_US", "is_number and -1e30 <= value <= 1e30"),
+        "is_number and LEAST_US <= value <= MOST_US",
+        "is_number and -1e30 <= value <= 1e30",
     ),
-    fault(
+    Fault(
         "db",
         "status_filter_ignored",
-        ("where.append(TrialRow.status == status)", "pass"),
-        ("_equal((TrialRow.status, status), (TrialRow.final, final))", "_equal((TrialRow.final, final))"),
+        "_equal((TrialRow.status, status), (TrialRow.final, final))",
+        "_equal((TrialRow.final, final))",
     ),
-    fault(
-        "db",
-        "pins_pile_up",
-        ('            _remove_pins(connection, keys["problem_id"], environment)\n', "\n"),
-        ('self._remove_pins(connection, keys["problem_id"], environment)\n', "\n"),
-        ("            _remove_pins(connection, problem, environment)\n", "\n"),
-    ),
-    fault(
+    Fault("db", "pins_pile_up", "            _remove_pins(connection, problem, environment)\n", "\n"),
+    Fault(
         "db",
         "config_not_flat",
-        ("isinstance(v, (bool, int, str)) for v in config.values()", "v is not None for v in config.values()"),
-        ("isinstance(axis, str) and isinstance(value, (bool, int, str)) for", "value is not None for"),
+        "isinstance(axis, str) and isinstance(value, (bool, int, str)) for",
+        "value is not None for",
     ),
-    fault(
+    Fault(
         "db",
         "other_ops_variant_taken",
-        ("if variant.op != problem.op:\n        raise ValueError", "if variant.op is None:\n        raise ValueError"),
+        "if variant.op != problem.op:\n        raise ValueError",
+        "if variant.op is None:\n        raise ValueError",
     ),
-    fault("tuner", "sentinel_is_zero", ('tensor.fill_(float("nan") if', "tensor.fill_(0.0 if")),
-    fault("tuner", "odd_sizes_unchecked", ("(numel - 1, numel + 3) if n > 0", "() if n > 0")),
-    fault(
-        "tuner",
-        "bits_not_compared",
-        ("wanted = case.bits[index] if ordered and case.bits is not None else None", "wanted = None"),
-        ("case.bits[index] if ordered and case.bits is not None else None)", "None)"),
-        ("case.bits[index] if ordered and case.bits is not None else None", "None"),
+    Fault("tuner", "sentinel_is_zero", 'tensor.fill_(float("nan") if', "tensor.fill_(0.0 if"),
+    Fault("tuner", "odd_sizes_unchecked", "(numel - 1, numel + 3) if n > 0", "() if n > 0"),
+    Fault("tuner", "bits_not_compared", "case.bits[index] if ordered and case.bits is not None else None)", "None)"),
+    Fault("tuner", "tolerance_ignored", "if not error_value <= tolerance:", "if error_value < 0:"),
+    Fault(
+        "tuner", "inputs_may_change", "return all(map(_same_bits, inputs, case.inputs))", "return bool(inputs) or True"
     ),
-    fault("tuner", "tolerance_ignored", ("if not error_value <= tolerance:", "if error_value < 0:")),
-    fault(
-        "tuner",
-        "inputs_may_change",
-        (
-            "return all(torch.equal(*(x.view(_BITS[x.element_size()]) for x in pair)) for pair in pairs)",
-            "return bool(list(pairs)) or True",
-        ),
-        ("return all(torch.equal(_bits(now), _bits(then)) for", "return all(now is not then for"),
-        ("return all(map(_same_bits, inputs, case.inputs))", "return bool(inputs) or True"),
-        (
-            "return all(torch.equal(_bits(now), _bits(then)) for now, then in zip(inputs, case.inputs, strict=True))",
-            "return bool(inputs) or True",
-        ),
-    ),
-    fault(
+    Fault(
         "tuner",
         "order_never_changes",
-        ("return [(number + sign * step) % count for step in steps]", "return [step % count for step in steps]"),
+        "return [(number + sign * step) % count for step in steps]",
+        "return [step % count for step in steps]",
     ),
-    fault(
+    Fault(
         "tuner",
         "arena_left_dirty",
-        ("Trouble.INCORRECT if count else Trouble.NONE", "Trouble.NONE if count else Trouble.NONE"),
-        ("(count := workspace.rearm(problem.mode)):", "(count := workspace.rearm(problem.mode)) < 0:"),
-        ("Trouble.INCORRECT if faults else Trouble.NONE", "Trouble.NONE if faults else Trouble.NONE"),
+        "(count := workspace.rearm(problem.mode)):",
+        "(count := workspace.rearm(problem.mode)) < 0:",
     ),
-    fault(
-        "tuner",
-        "hang_is_a_crash",
-        ("return None, Trouble.HUNG, str(error)", "return None, Trouble.CRASHED, str(error)"),
+    Fault(
+        "tuner", "hang_is_a_crash", "return None, Trouble.HUNG, str(error)", "return None, Trouble.CRASHED, str(error)"
     ),
-    fault(
+    Fault(
         "ops",
         "overlap_unseen",
-        ("if not same and out_low < high and low < out_high:", "if not same and out_low < low and high < low:"),
+        "if not same and out_low < high and low < out_high:",
+        "if not same and out_low < low and high < low:",
     ),
-    fault(
+    Fault(
         "ops",
         "avg_of_integers",
-        ('if op == "avg" and not x.is_floating_point():', 'if op == "average" and not x.is_floating_point():'),
+        'if op == "avg" and not x.is_floating_point():',
+        'if op == "average" and not x.is_floating_point():',
     ),
-    fault(
+    Fault(
         "ops",
         "expanded_out_taken",
-        (
-            "if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):",
-            "if False:",
-        ),
-        ("any(stride == 0 and size > 1 for size, stride in zip(out.shape", "any(False for _ in zip(out.shape"),
+        "any(stride == 0 and size > 1 for size, stride in zip(out.shape",
+        "any(False for _ in zip(out.shape",
     ),
-    fault("ops", "negative_dim_shifted", ("return dim % count", "return abs(dim) % count")),
-    fault(
-        "ops",
-        "gradients_lost",
-        ("if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):", "if False:"),
-        ("(recording and tensor.requires_grad) or type(tensor)", "type(tensor)"),
-    ),
-    fault(
-        "ops",
-        "strides_ignored",
-        ("return tensor.is_contiguous() and not tensor.is_neg()", "return not tensor.is_neg()"),
-        (
-            "plain = tensor.is_contiguous() and not tensor.data_ptr() & MISALIGNED",
-            "plain = not tensor.data_ptr() & MISALIGNED",
-        ),
+    Fault("ops", "negative_dim_shifted", "return dim % count", "return abs(dim) % count"),
+    Fault("ops", "gradients_lost", "(recording and tensor.requires_grad) or type(tensor)", "type(tensor)"),
+    Fault(
+        "ops", "strides_ignored", "return tensor.is_contiguous() and not tensor.is_neg()", "return not tensor.is_neg()"
     ),
 ]
 
 
 def planted(tree: Path, found: Fault) -> Path | None:
     """The file that holds the fault now, or None where its text is nowhere."""
-    sources = {path: path.read_text(encoding="utf-8") for path in sorted((tree / "tunedcomm").rglob("*.py"))}
-    for text, replacement in found.forms:
-        places = [path for path, source in sources.items() if text in source]
-        if len(places) == 1 and sources[places[0]].count(text) == 1:
-            places[0].write_text(sources[places[0]].replace(text, replacement), encoding="utf-8")
-            return places[0]
-    return None
+    sources = {path: path.read_text(encoding="utf-8") for path in (tree / "tunedcomm").rglob("*.py")}
+    places = [path for path, source in sources.items() for _ in range(source.count(found.text))]
+    if len(places) != 1:
+        return None
+    places[0].write_text(sources[places[0]].replace(found.text, found.replacement), encoding="utf-8")
+    return places[0]
 
 
 def score(tree: Path, found: Fault, timeout_s: float) -> tuple[str, str, float]:
