@@ -29,15 +29,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, get_variant
 from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.gang.process import die_with_parent
-from tunedcomm.tuner.gang.protocol import (
-    LOST,
-    Command,
-    Latency,
-    Settings,
-    TrialResult,
-    pruned,
-    rounds_after_look,
-)
+from tunedcomm.tuner.gang.protocol import LOST, Command, Latency, Settings, TrialResult, pruned, rounds_after_look
 from tunedcomm.tuner.search.coordinator import Coordinator
 
 _NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
@@ -62,28 +54,14 @@ class Replay:
 
     Args:
         records: trials of one environment, in any order.
-        environment: the one to take where `records` have several.
         noise_seed: None answers recorded medians as they are. A number moves each median by what the recorded spread
             and the number of rounds make likely, the same for the same seed, problem, candidate and rounds, whatever
             was asked before.
-
-    Raises:
-        ValueError: no trial, or trials of several environments and none chosen.
     """
 
-    def __init__(
-        self,
-        records: Iterable[Trial],
-        *,
-        environment: Environment | None = None,
-        noise_seed: int | None = None,
-    ) -> None:
-        found = [r for r in records if environment is None or r.environment == environment]
-        environments = sorted({r.environment for r in found}, key=lambda e: e.digest)
-        if len(environments) != 1:
-            names = "; ".join(f"{e} ({e.digest})" for e in environments) or "none"
-            raise ValueError(f"a replay needs trials of one environment, got {names}; pass environment= to choose")
-        self.environment = environments[0]
+    def __init__(self, records: Iterable[Trial], *, noise_seed: int | None = None) -> None:
+        found = list(records)
+        (self.environment,) = {r.environment for r in found}
         self._noise_seed = noise_seed
         self._rows: dict[tuple[Problem, Candidate], dict[bool, Trial]] = {}
         self._hashes: dict[tuple[str, str], str] = {}
@@ -196,13 +174,10 @@ class SearchRun:
 
     def winner(self, problem: Problem, policy: NumericsPolicy = "default") -> Trial | None:
         """The fastest `ok` trial that `policy` admits, the library's too; finals count before searches."""
-        ran = [t for t in self.table().values() if t.problem == problem and t.status == "ok" and _admitted(t, policy)]
+        ran = [t for t in self.table().values() if t.problem == problem and t.status == "ok"]
+        ran = [t for t in ran if admits(policy, t.numerics)]
         ran = [t for t in ran if t.final] or ran
         return min(ran, key=lambda t: (t.latency_p50_us or 0.0, str(t.candidate)), default=None)
-
-
-def _admitted(trial: Trial, policy: NumericsPolicy) -> bool:
-    return admits(policy, trial.numerics)
 
 
 def run_search(
@@ -213,7 +188,7 @@ def run_search(
     limits: Limits,
     stored: Iterable[Trial] = (),
     seconds_left: float | None = None,
-    max_trials: int | None = None,
+    max_trials: float = math.inf,
     trial_seconds: float = 0.0,
     kind: type[Coordinator] = Coordinator,
     prepare: Callable[[Any], None] = lambda coordinator: None,
@@ -234,114 +209,74 @@ def run_search(
         trial_seconds: how long a gang is busy with a trial, on a simulated clock.
         kind: of coordinator, which `prepare` is called with before it is asked for a command.
     """
-    search = _Search(tuple(problems), settings, replay, limits, tuple(stored), seconds_left, trial_seconds, kind)
-    prepare(search.coordinator)
-    return search.run(math.inf if max_trials is None else max_trials)
+    now, reason, num_gangs = 0.0, "", settings.gangs
+    steps: list[Step] = []
+    kept = list(stored)
+    busy: list[tuple[float, int]] = []  # when each busy gang is done; equal times in the order of the gangs
+    coordinator = kind(
+        tuple(problems),
+        settings,
+        source_hash=replay.source_hash,
+        stored=tuple(kept),
+        clock=lambda: now,
+        seconds_left=seconds_left,
+    )
+    prepare(coordinator)
 
+    def take_trials() -> None:
+        kept.extend(replace(trial, created_at=_NOON) for trial, _ in coordinator.unstored)  # runs are compared
+        coordinator.unstored.clear()
 
-class _Search:
-    """Gangs on a simulated clock."""
-
-    def __init__(
-        self,
-        problems: tuple[Problem, ...],
-        settings: Settings,
-        replay: Replay,
-        limits: Limits,
-        stored: tuple[Trial, ...],
-        seconds_left: float | None,
-        trial_seconds: float,
-        kind: type[Coordinator],
-    ) -> None:
-        self._settings, self._replay, self._limits = settings, replay, limits
-        self._trial_seconds = trial_seconds
-        self._now = 0.0
-        self._steps: list[Step] = []
-        self._stored = list(stored)
-        self.coordinator = kind(
-            problems,
-            settings,
-            source_hash=replay.source_hash,
-            stored=stored,
-            clock=lambda: self._now,
-            seconds_left=seconds_left,
-        )
-        # When each busy gang is done, and with what; equal times in the order of the gangs.
-        self._busy: list[tuple[float, int]] = []
-        self._idle: list[int] = []
-        self._reason = ""
-
-    def run(self, max_trials: float) -> SearchRun:
-        coordinator, num_gangs = self.coordinator, self._settings.gangs
-        for gang in range(num_gangs):
-            coordinator.gang_ready(gang, self._replay.environment, self._limits)
-        self._idle = list(range(num_gangs))
-        self._command_idle()
-        while self._busy and len(self._steps) < max_trials:
-            self._now, gang = heapq.heappop(self._busy)
-            command = coordinator.activity(gang)
-            assert command is not None
-            result = self._replay.answer(command, self._settings)
-            self._steps.append(Step(command, result))
-            coordinator.learn(gang, result)
-            self._take_trials()
-            if result.status in LOST:
-                coordinator.lost(gang, result.status, result.reason, begun=None)
-                if not coordinator.has_time:
-                    self._reason = "budget"
-                    continue
-                num_gangs += 1
-                coordinator.gang_ready(gang, self._replay.environment, self._limits)
-            self._idle.append(gang)
-            self._command_idle()
-        self._take_trials()
-        return SearchRun(
-            steps=tuple(self._steps),
-            stored=tuple(self._stored),
-            reason="interrupted" if self._busy else self._reason,
-            num_gangs=num_gangs,
-            seconds=self._now,
-            dropped=coordinator.dropped,
-        )
-
-    def _command_idle(self) -> None:
-        """Ask what every idle gang does next; those that end, or wait while all others have ended, stay idle."""
-        idle, self._idle = self._idle, []
+    idle = list(range(num_gangs))
+    for gang in idle:
+        coordinator.gang_ready(gang, replay.environment, limits)
+    while True:
+        waiting = []  # gangs that end, or wait while all others have ended, stay idle
         for gang in idle:
-            command = self.coordinator.next(gang)
+            command = coordinator.next(gang)
             if command.kind == "trial":
-                heapq.heappush(self._busy, (self._now + self._trial_seconds, gang))
+                heapq.heappush(busy, (now + trial_seconds, gang))
             else:
-                self._idle.append(gang)
-                self._reason = command.reason or self._reason
-
-    def _take_trials(self) -> None:
-        trials = [trial for trial, _ in self.coordinator.unstored]
-        self.coordinator.unstored.clear()
-        self._stored += [replace(trial, created_at=_NOON) for trial in trials]  # runs are compared
+                waiting.append(gang)
+                reason = command.reason or reason
+        idle = waiting
+        if not busy or len(steps) >= max_trials:
+            break
+        now, gang = heapq.heappop(busy)
+        running = coordinator.activity(gang)
+        assert running is not None
+        result = replay.answer(running, settings)
+        steps.append(Step(running, result))
+        coordinator.learn(gang, result)
+        take_trials()
+        if result.status in LOST:
+            coordinator.lost(gang, result.status, result.reason, begun=None)
+            if not coordinator.has_time:
+                reason = "budget"
+                continue
+            num_gangs += 1
+            coordinator.gang_ready(gang, replay.environment, limits)
+        idle.append(gang)
+    take_trials()
+    return SearchRun(
+        steps=tuple(steps),
+        stored=tuple(kept),
+        reason="interrupted" if busy else reason,
+        num_gangs=num_gangs,
+        seconds=now,
+        dropped=coordinator.dropped,
+    )
 
 
 _FORMAT = 1
 # Left out of a line where they are empty.
-_OPTIONAL = (
-    "reason",
-    "latency_p10_us",
-    "latency_p50_us",
-    "latency_p90_us",
-    "samples",
-    "baseline_p50_us",
-    "error",
-    "final",
-)
+_OPTIONAL = "reason latency_p10_us latency_p50_us latency_p90_us samples baseline_p50_us error final".split()
 
 
 def write_recording(path: Path, records: Iterable[Trial]) -> None:
     """Write the newest trials of one environment, sorted; compressed if the name ends in `.gz`.
 
     The same trials in any order give the same bytes. Numbers are kept to six digits, times to the second.
-
-    Raises:
-        ValueError: see `Replay`.
     """
     replay = Replay(records)
     lines: list[dict[str, Any]] = [{"format": _FORMAT, "environment": replay.environment.to_dict()}]
@@ -372,27 +307,20 @@ def _round(value: Any) -> Any:
 
 
 def read_recording(path: Path) -> list[Trial]:
-    """Inverse of `write_recording`.
-
-    Raises:
-        ValueError: not such a file, or of a later version.
-    """
+    """Inverse of `write_recording`."""
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
     lines = [json.loads(line) for line in text.splitlines()]
-    if not lines or lines[0].get("format") != _FORMAT:
-        raise ValueError(f"{path} is no recording of format {_FORMAT}; write one with write_recording")
+    assert lines[0]["format"] == _FORMAT, path
     environment = Environment.from_dict(lines[0]["environment"])
     records: list[Trial] = []
-    problem: Problem | None = None
+    values: dict[str, Any] = {"environment": environment}
     for line in lines[1:]:
         if "problem" in line:
-            problem = Problem.from_dict(line["problem"])
-            continue
-        if problem is None:
-            raise ValueError(f"{path}: a trial stands before the first problem: {line}")
-        created_at = datetime.fromisoformat(line["created_at"])
-        records.append(Trial(**{**line, "problem": problem, "environment": environment, "created_at": created_at}))
+            values["problem"] = Problem.from_dict(line["problem"])
+        else:
+            values["created_at"] = datetime.fromisoformat(line["created_at"])
+            records.append(Trial(**{**line, **values}))
     return records
 
 
