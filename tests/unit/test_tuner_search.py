@@ -1,30 +1,96 @@
-"""Study and knowledge: what is tried, in which order, and what not again. No process is started."""
+"""What a sweep tries, in which order, and what not again: an op of made-up variants on a made-up machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from search_samples import HERE, LIMITS, OP, Job, cost_us, job_of, knowledge_of, problem_of, registered, stored, wide
+from spec_samples import toy_op, toy_variant
 
 from tunedcomm import spec
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.hardware import detect
-from tunedcomm.spec import Candidate, Problem, get_variant
+from tunedcomm.errors import TuningError
+from tunedcomm.hardware import Environment, detect
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.spec import Candidate, Limits, Problem, get_variant, register_op, register_variant
 from tunedcomm.symm.layout import limits_for
-from tunedcomm.tuner.gang.protocol import Latency, TrialResult
+from tunedcomm.tuner.gang.protocol import Command, Latency, Settings, TrialResult
 from tunedcomm.tuner.gang.supervisor import Supervisor
 from tunedcomm.tuner.search.coordinator import Coordinator
+from tunedcomm.tuner.search.knowledge import Knowledge
 from tunedcomm.tuner.search.study import Search, default_candidates, interleave, search_space
 from tunedcomm.tuner.search.sweep import SweepSpec, hash_if_known, load_variants, resolve, sweep
 
+OP = "search_op"
+LIMITS = Limits("host", 1, False, 64, 1 << 20, 1 << 20, 1 << 20)
+HERE = Environment("gpu", 1, 0, 0, "host", 0, False, 1, "", "", "2.9", "", "", "1")
+SETTINGS = Settings(backend="host", world_size=2, trials=6)
+WIDE = Space({"num_blocks": PowerOfTwo(1, 64), "num_warps": PowerOfTwo(1, 16), "pdl": Choice(False, True)})
+LIBRARY, LOOSE = Candidate.of(OP, "library", {}), Candidate.of(OP, "loose", {})
+
+
+def refuse_large(problem: Problem, config: Config, limits: Limits) -> str | None:
+    return "too many blocks" if int(config["num_blocks"]) * 64 > problem.numel else None
+
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    with registered():
-        yield
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_variants(())
+    for name in ("_ops", "_variants"):
+        monkeypatch.setattr(spec, name, dict(getattr(spec, name)))
+    register_op(toy_op(OP))
+    register_variant(toy_variant(OP, "library", numerics="library"))
+    register_variant(toy_variant(OP, "small", Space({"chunks": Choice(1, 2, 4)})))
+    register_variant(toy_variant(OP, "wide", WIDE, infeasible=refuse_large))
+    register_variant(toy_variant(OP, "loose", numerics="unordered"))
+    register_variant(toy_variant(OP, "absent", infeasible=lambda problem, config, limits: "not here"))
+
+
+def problem_of(numel: int = 4096) -> Problem:
+    return Problem(op=OP, shape=(numel,), dtype="float32", world_size=2)
+
+
+def wide(num_blocks: int, num_warps: int) -> Candidate:
+    return Candidate.of(OP, "wide", {"num_blocks": num_blocks, "num_warps": num_warps, "pdl": False})
+
+
+def cost_us(candidate: Candidate) -> float:
+    """A made-up machine: best at 16 blocks of 4 warps, with pdl."""
+    config = candidate.config_dict
+    if candidate.variant != "wide":
+        return {"library": 20.0, "small": 15.0, "loose": 8.0}[candidate.variant] + len(str(candidate)) * 1e-3
+    off = abs(math.log2(int(config["num_blocks"]) / 16)) + abs(math.log2(int(config["num_warps"]) / 4))
+    return 5.0 + off - bool(config["pdl"]) * 0.5
+
+
+def stored(problem: Problem, candidate: Candidate, status: str = "ok") -> Trial:
+    return Trial(
+        problem=problem,
+        environment=HERE,
+        variant=candidate.variant,
+        numerics=get_variant(OP, candidate.variant).numerics,
+        source_hash="v1",
+        config=candidate.config_dict,
+        status=status,
+        latency_p50_us=cost_us(candidate) if status == "ok" else None,
+    )
+
+
+def knowledge_of(*problems: Problem, known: tuple[Trial, ...] = (), retry: bool = False) -> Knowledge:
+    return Knowledge(problems, HERE, LIMITS, lambda op, variant: "v1", retry=retry, stored=known)
+
+
+# One search
+
+
+def search_of(problem: Problem, **changes: Any) -> Search:
+    settings = replace(SETTINGS, **changes)
+    return Search(problem, search_space(problem, LIMITS, settings), settings, default_candidates(problem, LIMITS))
 
 
 def run_search(
@@ -39,45 +105,32 @@ def run_search(
     return asked
 
 
-def search_of(job: Job, problem: Problem) -> Search:
-    feasible = search_space(problem, LIMITS, job.settings)
-    return Search(problem, feasible, job.settings, default_candidates(problem, LIMITS))
-
-
 def test_small_space_is_searched_whole_with_seeds_first() -> None:
-    problem = problem_of(64)
-    job = job_of(problem, trials=50, variants=("small", "loose"))
-    asked = run_search(search_of(job, problem))
-    assert set(asked) == set(search_space(problem, LIMITS, job.settings))
-    assert len(asked) == 5
+    problem, changes = problem_of(64), {"trials": 50, "variants": ("small", "loose")}
+    asked = run_search(search_of(problem, **changes))
+    space = search_space(problem, LIMITS, replace(SETTINGS, **changes))
+    assert set(asked) == set(space)
+    assert len(asked) == len(interleave(space)) == 5
     assert [c.variant for c in asked[:3]] == ["library", "loose", "small"]
 
 
-def test_large_space_is_sampled_without_repeats_and_found_well() -> None:
-    problem = problem_of(8192)
-    asked = run_search(search_of(job_of(problem, trials=40), problem))
-    assert len(asked) == len(set(asked)) == 40
-    assert min(map(cost_us, asked)) <= 5.5  # of 70 wide configs, 3 are as good
-
-
-def test_same_seed_and_latencies_give_the_same_candidates() -> None:
-    problem = problem_of(8192)
-    runs = [run_search(search_of(job_of(problem, trials=30, seed=seed), problem)) for seed in (1, 1, 2)]
+def test_large_space_is_sampled_without_repeats_and_found_well_the_same_way_for_a_seed() -> None:
+    runs = [run_search(search_of(problem_of(8192), trials=40, seed=seed)) for seed in (0, 0, 2)]
+    assert len(runs[0]) == len(set(runs[0])) == 40
+    assert min(map(cost_us, runs[0])) <= 5.5  # of 70 wide configs, 3 are as good
     assert runs[0] == runs[1] != runs[2]
 
 
-@pytest.mark.parametrize("cut", [1, 6, 20, 29, 30])
-def test_settled_candidates_count_and_the_search_goes_on_as_it_would_have(cut: int) -> None:
+def test_settled_candidates_count_and_the_search_goes_on_as_it_would_have() -> None:
     problem = problem_of(8192)
-    job = job_of(problem, trials=30)
-    whole = run_search(search_of(job, problem))
-    known = {candidate: cost_us(candidate) for candidate in whole[:cut]}
-    assert run_search(search_of(job, problem), known=known) == whole[cut:]
+    whole = run_search(search_of(problem, trials=30))
+    for cut in (1, 20, 30):
+        known = {candidate: cost_us(candidate) for candidate in whole[:cut]}
+        assert run_search(search_of(problem, trials=30), known=known) == whole[cut:]
 
 
 def test_busy_candidates_count_and_are_not_given_out() -> None:
-    problem = problem_of(8192)
-    search = search_of(job_of(problem, trials=30), problem)
+    search = search_of(problem_of(8192), trials=30)
     busy: list[Candidate] = []
     while (candidate := search.next({}, busy)) is not None:
         busy.append(candidate)
@@ -85,17 +138,12 @@ def test_busy_candidates_count_and_are_not_given_out() -> None:
     assert search.next({}, busy[:-1]) == busy[-1]
 
 
-def test_interleave_takes_one_of_each_variant_in_turn() -> None:
-    job = job_of(problem_of())
-    turns = interleave(search_space(problem_of(), LIMITS, job.settings))
-    assert {c.variant for c in turns[:4]} == {"library", "small", "wide", "loose"}
-    assert len(turns) == len(search_space(problem_of(), LIMITS, job.settings))
+# What is known
 
 
 def test_retry_settles_a_failure_only_once_it_was_tried_again() -> None:
     problem = problem_of()
-    job = job_of(problem, known=(stored(problem, wide(1, 1), "crashed"),), retry=True)
-    knowledge = knowledge_of(job)
+    knowledge = knowledge_of(problem, known=(stored(problem, wide(1, 1), "crashed"),), retry=True)
     assert knowledge.settled(problem) == {}
     knowledge.add(stored(problem, wide(1, 1), "crashed"))
     assert knowledge.settled(problem) == {wide(1, 1): None}
@@ -104,33 +152,99 @@ def test_retry_settles_a_failure_only_once_it_was_tried_again() -> None:
 def test_proposals_come_from_the_nearest_shapes_and_are_feasible() -> None:
     near, far, here = problem_of(2048), problem_of(64), problem_of(1024)
     known = (stored(near, wide(32, 4)), stored(near, wide(8, 4)), stored(far, wide(1, 4)))
-    proposals = knowledge_of(job_of(here, near, far, known=known)).proposals(here, 2, (near, far))
+    proposals = knowledge_of(here, near, far, known=known).proposals(here, 2, (near, far))
     assert proposals == [wide(8, 4), wide(1, 4)]  # 32 blocks are too many for 1024 elements
 
 
 def test_reach_is_judged_within_what_a_class_promises() -> None:
     problem = problem_of()
-    loose = Candidate.of(OP, "loose", {})
-    library = Candidate.of(OP, "library", {})
-    job = job_of(problem, known=(stored(problem, loose), stored(problem, wide(1, 1)), stored(problem, library)))
-    knowledge = knowledge_of(job)
-    assert knowledge.best_us(problem, "unordered") == cost_us(loose)
+    knowledge = knowledge_of(problem, known=tuple(stored(problem, c) for c in (LOOSE, wide(1, 1), LIBRARY)))
+    assert knowledge.best_us(problem, "unordered") == cost_us(LOOSE)
     assert knowledge.best_us(problem, "ordered") == cost_us(wide(1, 1))
-    assert set(knowledge.finalists([problem], 2)) == {loose, wide(1, 1)}
+    assert set(knowledge.finalists([problem], 2)) == {LOOSE, wide(1, 1)}
 
 
-def begin_searches(*problems: Problem) -> None:
-    job = job_of(*problems, trials=1, finals=False)
-    coordinator = Coordinator(problems, job.settings, source_hash=lambda op, variant: "v1")
-    coordinator.gang_ready(0, HERE, LIMITS)
-    while coordinator.next(0).kind == "trial":
-        coordinator.learn(0, TrialResult(status="compile_error", reason="planted"))
+# A coordinator with one gang
+
+
+class Machine:
+    """One gang that answers commands from `cost_us`, and keeps what was asked."""
+
+    def __init__(
+        self, *problems: Problem, seconds_left: float | None = None, seconds_a_trial: float = 0.0, **changes: Any
+    ) -> None:
+        self.now, self.seconds_a_trial = 0.0, seconds_a_trial
+        self.commands: list[Command] = []
+        self.coordinator = Coordinator(
+            problems,
+            replace(SETTINGS, **changes),
+            source_hash=lambda op, variant: "v1",
+            clock=lambda: self.now,
+            seconds_left=seconds_left,
+        )
+        self.coordinator.gang_ready(0, HERE, LIMITS)
+
+    def answer(self, command: Command) -> TrialResult:
+        assert command.candidate is not None
+        us = cost_us(command.candidate)
+        pruned = us > 1.3 * command.threshold_us and not command.final and command.candidate.variant != "library"
+        latency = Latency(p10_us=us, p50_us=us, p90_us=us, samples=3)
+        return TrialResult(status="pruned" if pruned else "ok", latency=latency, baseline_us=20.0)
+
+    def run(self) -> str:
+        while (command := self.coordinator.next(0)).kind == "trial":
+            self.commands.append(command)
+            self.now += self.seconds_a_trial
+            self.coordinator.learn(0, self.answer(command))
+        assert command.kind == "end"
+        return command.reason
+
+    def asked(self, problem: Problem, *, final: bool) -> list[Candidate]:
+        return [c.candidate for c in self.commands if c.problem == problem and c.final == final and c.candidate]
+
+
+def test_coordinator_searches_small_to_large_then_runs_finals_everywhere() -> None:
+    small, large = problem_of(256), problem_of(4096)
+    machine = Machine(large, small, trials=12)
+    assert machine.run() == "done"
+    searches = [c.problem for c in machine.commands if not c.final]
+    assert searches == sorted(searches, key=lambda p: p.numel if p else 0)
+    assert [machine.asked(problem, final=False)[0] for problem in (small, large)] == [LIBRARY] * 2
+    # Every winner is measured on every shape on which it can run, and so are the shape's own best and most frugal.
+    knowledge = knowledge_of(small, large, known=tuple(trial for trial, _ in machine.coordinator.unstored))
+    winners = set(knowledge.finalists([small, large], 2))
+    for problem in (small, large):
+        measured = set(machine.asked(problem, final=True))
+        own = {*knowledge.winners(problem, 8, "default"), *knowledge.best_per_sm_limit(problem)}
+        assert measured == {*knowledge.feasible(problem, winners), *own, LIBRARY}
+        assert len(own) > 2
+    seen: set[Candidate | None] = set()
+    for command in machine.commands:
+        assert command.full_check == (command.candidate not in seen)
+        seen.add(command.candidate)
+
+
+def test_budget_is_shared_and_keeps_time_for_finals() -> None:
+    problems = tuple(problem_of(n) for n in (256, 1024, 4096, 8192))
+    machine = Machine(*problems, seconds_left=40.0, seconds_a_trial=1.0, trials=50)
+    assert machine.run() == "budget"
+    searched = [len(machine.asked(problem, final=False)) for problem in problems]
+    assert min(searched) >= 7
+    assert sum(searched) <= 36
+    assert machine.asked(problems[0], final=True)
+
+
+def test_gang_in_another_environment_is_refused() -> None:
+    machine = Machine(problem_of(256))
+    machine.coordinator.gang_ready(1, HERE, LIMITS)
+    for change, token in (({"gpu": "another"}, "'another'"), ({"torch": "2.8"}, "torch 2.8")):
+        with pytest.raises(TuningError, match=f"gang 2 .*{token}"):
+            machine.coordinator.gang_ready(2, replace(HERE, **change), LIMITS)
 
 
 def test_default_outside_of_its_space_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    stray = replace(get_variant(OP, "small"), default=lambda problem, limits: {"chunks": 3})
-    spec._variants[OP, "small"] = stray
-    begin_searches(problem_of(256), problem_of(4096))
+    spec._variants[OP, "small"] = replace(get_variant(OP, "small"), default=lambda problem, limits: {"chunks": 3})
+    Machine(problem_of(256), problem_of(4096), trials=1, finals=False).run()
     (record,) = caplog.records
     for part in ("search_op.small", "chunks=3", "[1, 2, 4]"):
         assert part in record.message
@@ -139,7 +253,6 @@ def test_default_outside_of_its_space_is_warned_of_once(caplog: pytest.LogCaptur
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_finished_sweep_starts_no_gang(is_finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = SweepSpec(op="all_reduce", shapes=((256,), (4096,)), backend="host", variants=("host_one_shot",))
-    load_variants(())
     problems, settings = resolve(wanted)
     coordinator = Coordinator(problems, settings, source_hash=hash_if_known)
     coordinator.gang_ready(0, detect(None), limits_for(detect(None), 2))
