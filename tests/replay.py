@@ -10,6 +10,7 @@ of its trials.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import heapq
 import json
@@ -32,6 +33,7 @@ from tunedcomm.tuner.gang.process import die_with_parent
 from tunedcomm.tuner.gang.protocol import LOST, Command, Latency, Settings, TrialResult, pruned, rounds_after_look
 from tunedcomm.tuner.search.coordinator import Coordinator
 
+RECORDING = Path(__file__).parent / "data" / "trials_h200_x4.jsonl.gz"
 _NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
 # Standard error of a median in standard errors of a mean, for normal samples.
 _MEDIAN_ERROR = 1.2533
@@ -322,6 +324,20 @@ def read_recording(path: Path) -> list[Trial]:
             values["created_at"] = datetime.fromisoformat(line["created_at"])
             records.append(Trial(**{**line, **values}))
     return records
+
+
+@functools.cache
+def recorded() -> tuple[Trial, ...]:
+    """Trials of a sweep of all_reduce on 4 H200 GPUs."""
+    from tunedcomm import kernels
+
+    kernels.discover()
+    return tuple(read_recording(RECORDING))
+
+
+def recorded_limits() -> Limits:
+    """Of the machine that ran them."""
+    return limits_for(recorded()[0].environment, 4)
 
 
 def answer_as_gang(recording: Path, trial_s: float, supervisor: int, line: Connection) -> None:

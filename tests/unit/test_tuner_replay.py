@@ -1,107 +1,56 @@
-"""Searches over recorded trials: the answers, the order in which they are asked for, and a resumed search's end."""
+"""Searches over recorded trials: the same every time, resumed, shared by gangs, and short in a running job."""
 
 from __future__ import annotations
 
-import functools
 import random
+import statistics
 from dataclasses import replace
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
-from replay import Replay, SearchRun, read_recording, run_search
+from replay import Replay, SearchRun, recorded, recorded_limits, run_search
 
-from tunedcomm import kernels
-from tunedcomm.db.records import Trial
-from tunedcomm.dispatch.communicator import limits_for
-from tunedcomm.spec import Candidate, Limits, Problem
+from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang.protocol import Settings
+from tunedcomm.tuner.in_job import ShortSearch, in_order, is_own, job_settings
 
-ROOT = Path(__file__).parents[2]
-RECORDING = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 SETTINGS = Settings(backend="cuda", world_size=4, trials=160, patience=48)
-NUMELS = (1 << 15, 1 << 19, 1 << 23)  # 64 KiB, 1 MiB and 16 MiB
-NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
-
-
-@functools.cache
-def recorded() -> tuple[Trial, ...]:
-    kernels.discover()
-    return tuple(read_recording(RECORDING))
-
-
-@functools.cache
-def limits() -> Limits:
-    return limits_for(recorded()[0].environment, 4)
+WAYS = pytest.mark.parametrize("options", [{}, {"trials": 40, "patience": 12}], ids=["exhaustive", "sampled"])
 
 
 def problem_of(numel: int) -> Problem:
     return Problem("all_reduce", (numel,), "bfloat16", 4)
 
 
-PROBLEMS = tuple(problem_of(numel) for numel in NUMELS)
+PROBLEMS = tuple(map(problem_of, (1 << 15, 1 << 19, 1 << 23)))  # 64 KiB, 1 MiB and 16 MiB
 
 
-Job = tuple[tuple[Problem, ...], Settings]
-
-
-def job_of(*problems: Problem, **changes: Any) -> Job:
+def search(replay: Replay, *problems: Problem, settings: dict[str, Any] | None = None, **options: Any) -> SearchRun:
     """A sweep over the variants that there were when the trials were recorded."""
     there = tuple(sorted({record.variant for record in recorded()}))
-    return problems or PROBLEMS, replace(SETTINGS, **{"variants": there, **changes})
+    changed = replace(SETTINGS, **{"variants": there, **(settings or {})})
+    return run_search(problems or PROBLEMS, changed, replay, limits=recorded_limits(), **options)
 
 
-def search(job: Job, replay: Replay, **options: Any) -> SearchRun:
-    return run_search(*job, replay, limits=limits(), **options)
-
-
-def record(problem: Problem, candidate: Candidate, p50: float | None, **changes: Any) -> Trial:
-    values: dict[str, Any] = {
-        "status": "ok" if p50 else "crashed",
-        "latency_p10_us": p50 and p50 * 0.95,
-        "latency_p50_us": p50,
-        "latency_p90_us": p50 and p50 * 1.1,
-        "samples": 12,
-        "created_at": NOON,
-        **changes,
-    }
-    return Trial(
-        problem=problem,
-        environment=recorded()[0].environment,
-        variant=candidate.variant,
-        numerics="ordered",
-        source_hash="v1",
-        config=candidate.config_dict,
-        **values,
-    )
-
-
-@pytest.mark.parametrize("options", [{}, {"trials": 40, "patience": 12}], ids=["exhaustive", "sampled"])
+@WAYS
 def test_same_seed_and_timings_give_the_same_commands_and_choices(options: dict[str, int]) -> None:
-    job = job_of(**options)
     shuffled = random.Random(7).sample(recorded(), len(recorded()))
-    one, other = (search(job, Replay(rows)) for rows in (recorded(), shuffled))
-    assert one.reason == other.reason == "done"
-    assert one.steps == other.steps
-    assert one.stored == other.stored
-    assert [one.winner(problem) for problem in PROBLEMS] == [other.winner(problem) for problem in PROBLEMS]
+    one, other = (search(Replay(rows), settings=options) for rows in (recorded(), shuffled))
+    assert one.reason == "done"
+    assert one == other
     assert all(one.winner(problem) for problem in PROBLEMS)
 
 
-@pytest.mark.parametrize("options", [{}, {"trials": 40, "patience": 12}], ids=["exhaustive", "sampled"])
+@WAYS
 def test_interrupted_and_resumed_search_ends_with_the_same_table(options: dict[str, int]) -> None:
     replay = Replay(recorded())
-    job = job_of(**options)
-    whole = search(job, replay)
-    count = len(whole.steps)
-    for cut in (1, count // 2, count - 2):
-        before = search(job, replay, max_trials=cut)
-        assert len(before.steps) == cut
-        assert before.reason == ("interrupted" if cut < count else "done")
-        after = search(job, replay, stored=before.stored)
+    whole = search(replay, settings=options)
+    for cut in (1, len(whole.steps) // 2, len(whole.steps) - 2):
+        before = search(replay, settings=options, max_trials=cut)
+        assert (len(before.steps), before.reason) == (cut, "interrupted")
+        after = search(replay, settings=options, stored=before.stored)
         assert after.table() == whole.table()
-        assert cut + len(after.steps) == count
+        assert cut + len(after.steps) == len(whole.steps)
 
 
 def test_lost_gangs_are_replaced_and_their_variant_is_dropped() -> None:
@@ -109,9 +58,8 @@ def test_lost_gangs_are_replaced_and_their_variant_is_dropped() -> None:
     bad = [r for r in recorded() if r.problem == problem and r.variant == "one_shot" and not r.final]
     rows = [r for r in recorded() if r not in bad]
     rows += [replace(r, status="crashed", latency_p50_us=None) for r in bad]
-    done = search(job_of(problem), Replay(rows))
-    assert done.reason == "done"
-    assert done.dropped == {"one_shot"}
+    done = search(Replay(rows), problem)
+    assert (done.reason, done.dropped) == ("done", {"one_shot"})
     # Each crash costs two gangs: the second one runs the candidate first.
     assert done.num_gangs == 1 + 2 * SETTINGS.failures_per_variant
     lost = [step.command.candidate for step in done.steps if step.result.status == "crashed"]
@@ -119,11 +67,10 @@ def test_lost_gangs_are_replaced_and_their_variant_is_dropped() -> None:
     assert len(set(lost)) == SETTINGS.failures_per_variant
 
 
-@pytest.mark.parametrize("gangs", [3])
 @pytest.mark.parametrize("options", [{"patience": 0}, {"trials": 40, "patience": 12}], ids=["exhaustive", "sampled"])
-def test_gangs_share_the_work_and_do_nothing_twice(gangs: int, options: dict[str, int]) -> None:
-    replay = Replay(recorded())
-    alone, many = (search(job_of(**options, gangs=n), replay, trial_seconds=1.0) for n in (1, gangs))
+def test_gangs_share_the_work_and_do_nothing_twice(options: dict[str, int]) -> None:
+    replay, gangs = Replay(recorded()), 3
+    alone, many = (search(replay, settings={**options, "gangs": n}, trial_seconds=1.0) for n in (1, gangs))
     assert alone.seconds == len(alone.steps)
     asked = [(step.command.problem, step.command.candidate, step.command.final) for step in many.steps]
     assert len(asked) == len(set(asked))
@@ -134,3 +81,48 @@ def test_gangs_share_the_work_and_do_nothing_twice(gangs: int, options: dict[str
     if not options["patience"]:
         searched = [{entry[:2] for entry in run.table() if not entry[2]} for run in (alone, many)]
         assert searched[0] == searched[1]
+
+
+# In a running job
+
+WANTED = [problem_of(1 << bits) for bits in range(11, 23)]  # 4 KiB to 8 MiB
+BUDGET_S = 0.25 * len(WANTED)
+
+
+def short_search(replay: Replay, seconds: float, trial_seconds: float) -> SearchRun:
+    return run_search(
+        WANTED,
+        job_settings(recorded_limits(), WANTED, "default"),
+        replay,
+        limits=recorded_limits(),
+        seconds_left=seconds,
+        trial_seconds=trial_seconds,
+        kind=ShortSearch,
+        prepare=lambda search: search.plan(dict.fromkeys(in_order(WANTED, seconds), ())),
+    )
+
+
+def regret(run: SearchRun, problem: Problem) -> float:
+    """Recorded time of the winner over that of the best that was recorded there."""
+    replay, won = Replay(recorded()), run.winner(problem)
+    measured = replay.measured(problem, "default")
+    times = {c: replay.recorded_us(problem, c, final=True) or us for c, us in measured.items()}
+    return times[won.candidate] / min(times.values())
+
+
+@pytest.mark.parametrize(("trial_seconds", "seed"), [(0.03, 0), (0.05, 1), (0.06, 2)])
+def test_a_quarter_of_a_second_a_problem_is_enough(trial_seconds: float, seed: int) -> None:
+    run = short_search(Replay(recorded(), noise_seed=seed), BUDGET_S, trial_seconds)
+    assert run.seconds <= BUDGET_S + trial_seconds
+    found = [regret(run, problem) for problem in WANTED]
+    assert statistics.mean(found) <= 1.05, found
+    assert max(found) <= 1.15, found
+
+
+def test_the_most_wanted_come_first_where_time_is_short_and_others_stay_as_they_were() -> None:
+    wanted = [WANTED[place] for place in (5, 9, 2, 7)]
+    assert in_order(wanted, 60.0) == sorted(wanted)
+    assert in_order(wanted, 0.4) == wanted
+    run = short_search(Replay(recorded()), 0.2, 0.05)
+    assert {step.command.problem for step in run.steps} < set(WANTED)
+    assert is_own(Candidate.of("all_reduce", "lamport", {}))

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from replay import read_recording, stand_in, write_recording
+from replay import recorded as recorded_sweep
+from replay import stand_in, write_recording
 
-from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
@@ -21,7 +21,6 @@ from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec, Winner, stored_winners, verify
 
-RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 # Three neighbours, then two more; all have several finals.
 SIZES = (16384, 32768, 65536, 8388608, 33554432)
 Change = Callable[[Trial], Trial]
@@ -34,9 +33,8 @@ def problem_of(numel: int) -> Problem:
 @functools.cache
 def recorded() -> tuple[Trial, ...]:
     """As if the kernels of today had been measured."""
-    kernels.discover()
     wanted = {problem_of(numel) for numel in SIZES}
-    found = [r for r in read_recording(RECORDING) if r.problem in wanted]
+    found = [r for r in recorded_sweep() if r.problem in wanted]
     return tuple(replace(r, source_hash=source_hash_of("all_reduce", r.variant) or "") for r in found)
 
 
@@ -92,13 +90,12 @@ def run(
 
 def at_ratio(ratio: float) -> Change:
     """So long against the library, whatever it was."""
+    return lambda record: replace(record, **all_of((record.baseline_p50_us or 0.0) * ratio))
 
-    def change(record: Trial) -> Trial:
-        assert record.baseline_p50_us is not None
-        us = record.baseline_p50_us * ratio
-        return replace(record, latency_p10_us=us, latency_p50_us=us, latency_p90_us=us)
 
-    return change
+def all_of(us: float | None) -> dict[str, Any]:
+    """Measured without a spread."""
+    return dict.fromkeys(("latency_p10_us", "latency_p50_us", "latency_p90_us"), us)
 
 
 def at(candidate: Candidate, size: int) -> dict[str, Any]:
@@ -110,9 +107,7 @@ def at(candidate: Candidate, size: int) -> dict[str, Any]:
         "numerics": "ordered",
         "source_hash": source_hash_of("all_reduce", candidate.variant),
         "reason": "",
-        "latency_p10_us": 1.0,
-        "latency_p50_us": 1.0,
-        "latency_p90_us": 1.0,
+        **all_of(1.0),
         "samples": 20,
         "baseline_p50_us": 20.0,
     }
