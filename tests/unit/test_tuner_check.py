@@ -1,22 +1,34 @@
-"""The judge lets no wrong result pass and no right one fail; times are summed up as promised."""
+"""The judge lets no wrong result pass and no right one fail, whatever a launch leaves, changes or writes beside."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from spec_samples import toy_op
 
-from tunedcomm.spec import OpSpec, Problem
+from tunedcomm import kernels
+from tunedcomm.spec import Problem
 from tunedcomm.tuner.gang.group import Trouble, Vote, combine
 from tunedcomm.tuner.gang.protocol import TrialResult
 from tunedcomm.tuner.measure import correctness as check
 from tunedcomm.tuner.measure import timing as measure
-from tunedcomm.tuner.measure.correctness import Case, fill_sentinel, judge, make_case, odd_problems, plan_cases
-from tunedcomm.tuner.measure.trial import TrialRunner, _sentence
+from tunedcomm.tuner.measure.correctness import (
+    LARGE_BYTES,
+    Case,
+    Judgement,
+    fill_sentinel,
+    judge,
+    make_case,
+    odd_problems,
+    plan_cases,
+)
+from tunedcomm.tuner.measure.timing import Contender
+from tunedcomm.tuner.measure.trial import Bench, TrialRunner, _sentence
 
 Tensors = tuple[torch.Tensor, ...]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -35,28 +47,22 @@ def reference(problem: Problem, inputs: Sequence[Tensors], rank: int) -> Tensors
     return (total / len(inputs) if problem.reduction == "avg" else total,)
 
 
-def ordered(problem: Problem, inputs: Sequence[Tensors], rank: int) -> Tensors:
+def in_order(problem: Problem, inputs: Sequence[Tensors], rank: int) -> Tensors:
     total = torch.zeros(problem.numel)
     for (values,) in inputs:
         total += values.float()
     return (total.to(getattr(torch, problem.dtype)),)
 
 
-SPEC = OpSpec(
-    name="judged",
-    summary="",
+SPEC = toy_op(
+    "judged",
     reductions=("sum", "avg"),
     dtypes=DTYPES,
-    shape_help="",
-    rank_of_shape=1,
     make_inputs=make_inputs,
     make_outputs=lambda problem, device: (torch.empty(problem.numel, dtype=getattr(torch, problem.dtype)),),
     reference=reference,
     tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6},
-    message_bytes=lambda problem: problem.nbytes,
-    busbw_factor=None,
-    default_shapes=lambda backend, itemsize: [],
-    ordered_reference=ordered,
+    ordered_reference=in_order,
 )
 
 
@@ -64,88 +70,66 @@ def problem_of(numel: int = 257, dtype: str = "float32", reduction: str = "sum")
     return Problem(op="judged", shape=(numel,), dtype=dtype, world_size=3, reduction=reduction)
 
 
-def case_of(problem: Problem, kind: str = "random") -> Case:
-    return make_case(SPEC, problem, 1, kind=kind, seed=5, device=torch.device("cpu"))
+def judged(problem: Problem, kind: str, change: Callable[[torch.Tensor], Any], *, ordered: bool = False) -> Judgement:
+    """Of what an ordered variant gives, changed in place."""
+    case = make_case(SPEC, problem, 1, kind=kind, seed=5, device=torch.device("cpu"))
+    out = case.bits[0].clone()
+    change(out)
+    return judge(SPEC, problem, case, (out,), ordered=ordered)
 
 
-def bits_of(case: Case) -> torch.Tensor:
-    assert case.bits is not None
-    return case.bits[0].clone()
+def set_at(place: int, value: float | torch.Tensor) -> Callable[[torch.Tensor], None]:
+    return lambda out: out.__setitem__(place, value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["random", "integers"])
-@pytest.mark.parametrize("strict", [True, False])
-def test_right_result_passes(dtype: str, kind: str, strict: bool) -> None:
+@pytest.mark.parametrize("ordered", [True, False])
+def test_right_result_passes_and_an_untouched_one_does_not(dtype: str, kind: str, ordered: bool) -> None:
     problem = problem_of(dtype=dtype)
-    case = case_of(problem, kind)
-    found = judge(SPEC, problem, case, (bits_of(case),), ordered=strict)
+    found = judged(problem, kind, lambda out: None, ordered=ordered)
     assert found.right, found.reason
     assert found.error <= SPEC.tolerance[dtype]
-
-
-def test_untouched_output_is_wrong_under_every_rule() -> None:
-    problem = problem_of()
-    out = torch.empty(problem.numel)
-    fill_sentinel([out])
-    for kind in ("random", "integers"):
-        for strict in (True, False):
-            assert not judge(SPEC, problem, case_of(problem, kind), (out,), ordered=strict).right
-
-
-def test_candidate_that_leaves_packets_in_an_arena_is_wrong() -> None:
-    runner: Any = TrialRunner.__new__(TrialRunner)
-    workspace = SimpleNamespace(rearm=lambda mode: 4)
-    runner._gang = SimpleNamespace(
-        communicator=SimpleNamespace(workspace=workspace), synchronize=bool, barrier=bool, vote=Vote
-    )
-    runner._benches = []
-    found = runner._left_clean(problem_of(), TrialResult(status="ok"))
-    assert found.status == "incorrect"
-    assert "4 words" in found.reason
+    assert not judged(problem, kind, lambda out: fill_sentinel([out]), ordered=ordered).right
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_wrong_element_of_whole_numbers_is_found_and_named(dtype: str) -> None:
-    problem = problem_of(100_003, dtype)
-    case = case_of(problem, "integers")
-    out = bits_of(case)
-    out[70_001] += 1
-    found = judge(SPEC, problem, case, (out,), ordered=False)
+    found = judged(problem_of(100_003, dtype), "integers", lambda out: out[70_001].add_(1))
     assert "1 of 100003 elements" in found.reason
-    assert "at 70001" in found.reason
+    assert "70001" in found.reason
 
 
 def test_single_nan_is_wrong_though_the_rest_is_right() -> None:
-    problem = problem_of(4096)
-    case = case_of(problem)
-    out = bits_of(case)
-    out[-1] = math.nan
-    assert "nan" in judge(SPEC, problem, case, (out,), ordered=False).reason
+    assert "nan" in judged(problem_of(4096), "random", set_at(-1, math.nan)).reason
 
 
 def test_last_bit_counts_for_ordered_variants_alone() -> None:
-    problem = problem_of()
-    case = case_of(problem)
-    out = bits_of(case)
-    out[3] = torch.nextafter(out[3], torch.tensor(1e9))
-    assert judge(SPEC, problem, case, (out,), ordered=False).right
-    assert "bits" in judge(SPEC, problem, case, (out,), ordered=True).reason
+    def nudge(out: torch.Tensor) -> None:
+        out[3] = torch.nextafter(out[3], torch.tensor(1e9))
+
+    assert judged(problem_of(), "random", nudge).right
+    assert "bits" in judged(problem_of(), "random", nudge, ordered=True).reason
 
 
-def test_minus_zero_is_not_plus_zero_to_an_ordered_variant() -> None:
-    problem = problem_of(8)
-    zeros = tuple(torch.zeros(8) for _ in range(1))
-    case = Case("random", zeros, (torch.zeros(8, dtype=torch.float64),), True, zeros)
-    out = torch.zeros(8)
-    assert judge(SPEC, problem, case, (out,), ordered=True).right
-    out[2] = -0.0
-    assert not judge(SPEC, problem, case, (out,), ordered=True).right
+def zeros(numel: int) -> Case:
+    values = torch.zeros(numel)
+    return Case("integers", (values,), (values.double(),), exact=True, bits=(values,))
+
+
+def test_zeros_must_be_written_too_and_plus_is_not_minus_to_an_ordered_variant() -> None:
+    problem, case, untouched, minus = problem_of(8), zeros(8), torch.empty(8), torch.zeros(8)
+    fill_sentinel([untouched])
+    minus[2] = -0.0
+    for ordered in (True, False):
+        assert judge(SPEC, problem, case, (torch.zeros(8),), ordered=ordered).right
+        assert not judge(SPEC, problem, case, (untouched,), ordered=ordered).right
+        assert judge(SPEC, problem, case, (minus,), ordered=ordered).right is not ordered
 
 
 def test_whole_numbers_that_the_dtype_cannot_hold_are_judged_by_tolerance() -> None:
     problem = problem_of(reduction="avg")
-    case = case_of(problem, "integers")
+    case = make_case(SPEC, problem, 1, kind="integers", seed=5, device=torch.device("cpu"))
     assert not case.exact
     out = case.expected[0].float() * (1 + 1e-7)
     assert judge(SPEC, problem, case, (out,), ordered=False).right
@@ -153,35 +137,44 @@ def test_whole_numbers_that_the_dtype_cannot_hold_are_judged_by_tolerance() -> N
 
 
 def test_wrong_shape_and_missing_output_are_wrong() -> None:
-    problem = problem_of()
-    case = case_of(problem)
-    assert "shape" in judge(SPEC, problem, case, (torch.zeros(4),), ordered=False).reason
-    assert "outputs" in judge(SPEC, problem, case, (), ordered=False).reason
+    assert "shape" in judge(SPEC, problem_of(), zeros(257), (torch.zeros(4),), ordered=False).reason
+    assert "outputs" in judge(SPEC, problem_of(), zeros(257), (), ordered=False).reason
 
 
 def test_odd_sizes_lie_next_to_the_shape_and_large_messages_are_spared() -> None:
     assert [p.shape for p in odd_problems(SPEC, problem_of(1024))] == [(1023,), (1027,)]
     assert [p.shape for p in odd_problems(SPEC, problem_of(1))] == [(4,)]
-    large = problem_of((check.LARGE_BYTES // 4) + 1)
+    large = problem_of((LARGE_BYTES // 4) + 1)
     assert odd_problems(SPEC, large) == []
-    assert [kind for kind, _ in plan_cases(large, full=True)] == ["random"]
-    assert [kind for kind, _ in plan_cases(problem_of(), full=True)] == ["random", "integers"]
-    assert [kind for kind, _ in plan_cases(problem_of(), full=False)] == ["random"]
+    for problem, full, kinds in (
+        (large, True, ["random"]),
+        (problem_of(), True, ["random", "integers"]),
+        (problem_of(), False, ["random"]),
+    ):
+        assert [kind for kind, _ in plan_cases(problem, full=full)] == kinds
+
+
+def test_candidate_that_leaves_packets_in_an_arena_is_wrong() -> None:
+    runner: Any = TrialRunner.__new__(TrialRunner)
+    communicator = SimpleNamespace(workspace=SimpleNamespace(rearm=lambda mode: 4))
+    runner._gang = SimpleNamespace(communicator=communicator, synchronize=bool, barrier=bool, vote=Vote)
+    runner._benches = []
+    found = runner._left_clean(problem_of(), TrialResult(status="ok"))
+    assert (found.status, "4 words" in found.reason) == ("incorrect", True)
 
 
 def test_latency_is_the_slowest_ranks_of_each_round() -> None:
     latency = measure.summarise([[1.0, 9.0, 3.0, 2.0, 5.0], [4.0, 1.0, 8.0, 2.0, 6.0]])
     assert (latency.p50_us, latency.samples) == (6.0, 5)
-    assert latency.p10_us == pytest.approx(2.8)  # rounds: 4, 9, 8, 2, 6
-    assert latency.p90_us == pytest.approx(8.6)
+    assert (latency.p10_us, latency.p90_us) == pytest.approx((2.8, 8.6))  # rounds: 4, 9, 8, 2, 6
 
 
 def test_vote_names_the_ranks_with_the_heaviest_trouble() -> None:
     verdict = combine([(0, ""), (int(Trouble.HUNG), "waited"), (int(Trouble.CRASHED), "boom")])
-    assert (verdict.trouble, verdict.reason) == (Trouble.CRASHED, "on rank 2 of 3: boom")
+    assert verdict.trouble == Trouble.CRASHED
+    assert "rank 2 of 3: boom" in verdict.reason
     assert combine([(2, "no ptx"), (2, "no ptx")]).reason == "no ptx"
-    assert Trouble.CRASHED.status == "crashed"
-    assert Trouble.NONE.status == "ok"
+    assert (Trouble.CRASHED.status, Trouble.NONE.status) == ("crashed", "ok")
 
 
 def test_reason_of_an_error_says_where_it_was_raised() -> None:
@@ -212,12 +205,96 @@ def test_bytes_around_a_tensor_are_watched(like: torch.Tensor, is_input: bool) -
     assert not check.find_damage([guarded]), "damage is told once"
 
 
-def test_output_of_nothing_but_zeros_must_be_written_too() -> None:
-    problem = problem_of()
-    zeros = torch.zeros(problem.numel)
-    case = Case("integers", (zeros,), (zeros.double(),), exact=True, bits=(zeros,))
-    out = torch.empty(problem.numel)
-    fill_sentinel([out])
-    for strict in (True, False):
-        assert judge(SPEC, problem, case, (zeros,), ordered=strict).right
-        assert not judge(SPEC, problem, case, (out,), ordered=strict).right
+# Replays of graphs, by a stand-in that replays on the CPU what was captured
+
+
+class Gang:
+    """One rank of two, whose peers' inputs are known from the seed."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.communicator = self
+        self.synchronize = self.check_peers = bool
+
+    def symmetric_rooms(self, problem: Problem, sizes: list[int], slot: int) -> list[torch.Tensor | None]:
+        return [None] * len(sizes)
+
+
+STREAM: Any = SimpleNamespace(cuda_stream=5)
+
+
+@pytest.fixture
+def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.discover()
+
+    def capture(run: Callable[[], None], stream: Any) -> Any:
+        assert stream is STREAM
+        run()
+        return SimpleNamespace(replay=run)
+
+    monkeypatch.setattr(measure, "capture", capture)
+
+
+PLAN = [("integers", 0), ("random", 0)]
+
+
+def bench_of(plan: Any = PLAN, slot: int = 0, **of_problem: Any) -> Bench:
+    values = {"shape": (64,), "mode": "graph", **of_problem}
+    bench = Bench(Gang(), Problem("all_reduce", dtype="float32", world_size=2, **values), 3, STREAM, slot=slot)
+    bench.make_cases(plan)
+    bench.make_buffers()
+    return bench
+
+
+class Sum:
+    """A launch that is right, or gives what the launch before it should have given."""
+
+    def __init__(self, bench: Bench, *, stale: bool) -> None:
+        self._cases = [bench.case("random", 0), bench.case("integers", 0)]
+        self._stale = stale
+        self._last = self._cases[0].expected[0].clone()
+
+    def __call__(self, inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        assert stream == 5
+        asked = [case for case in self._cases if torch.equal(case.inputs[0], inputs[0])]
+        result = asked[0].expected[0] if asked else torch.zeros(64)  # the upload reads what happens to be there
+        outputs[0].copy_(self._last if self._stale else result)
+        self._last = result
+
+
+@pytest.mark.usefixtures("_captures")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_the_launch_before_left_is_found(in_place: bool) -> None:
+    bench = bench_of(in_place=in_place)
+    for stale in (False, True):
+        launch = Sum(bench, stale=stale)
+        bench.load(bench.case("random", 0))
+        timed = Contender(lambda launch=launch: launch(bench.inputs, bench.outputs, 5), 1, eager=False)
+        found = bench.check_replay(timed, launch, ordered=False)
+        assert found.right is not stale
+        assert ("wrong at launch 1" in found.reason) is stale
+
+
+@pytest.mark.usefixtures("_captures")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_launch_that_changes_its_inputs_is_wrong(in_place: bool) -> None:
+    bench = bench_of(in_place=in_place)
+    good = Sum(bench, stale=False)
+
+    def changes(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        good(inputs, outputs, stream)
+        if not in_place:
+            inputs[0][-1] += 1
+
+    assert bench.check(good, PLAN, ordered=False).right
+    found = bench.check(changes, PLAN, ordered=False)
+    assert found.right is in_place
+    assert ("changed its inputs" in found.reason) is not in_place
+
+
+@pytest.mark.usefixtures("_captures")
+def test_second_memory_is_taken_for_small_graphs_of_the_shape_alone() -> None:
+    assert bench_of()._second is not None
+    for other in ({"mode": "eager"}, {"shape": (LARGE_BYTES // 4 + 1,)}, {"slot": 1}):
+        assert bench_of([], **other)._second is None
