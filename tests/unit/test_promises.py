@@ -20,7 +20,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_db_snapshot.py::test_only_ok_rows_of_this_hardware_and_world_size",
         "unit/test_db_snapshot.py::test_a_candidate_that_failed_later_is_dropped_from_every_layer",
         "unit/test_selection_select.py::test_candidates_that_failed_in_the_family_are_not_interpolated",
-        "unit/test_selection_fallback.py::test_an_empty_snapshot_gives_the_library",
+        "unit/test_selection_select.py::test_an_empty_snapshot_gives_the_library",
         "multirank/test_tuner_faults.py::test_bad_variant_is_recorded_once",
         "multirank/test_checks.py::test_it_raises_on_every_rank_and_the_library_takes_over",
     ),
@@ -43,7 +43,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "multirank/test_agreement.py::test_what_differs_is_named[a_snapshot]",
     ),
     "After that a choice depends on": (
-        "unit/test_selection_fallback.py::test_decisions_are_pure_and_do_not_depend_on_row_order",
+        "unit/test_selection_select.py::test_decisions_are_pure_and_do_not_depend_on_row_order",
         "unit/test_selection_select.py::test_importing_selection_needs_neither_torch_nor_a_database",
         "multirank/test_hot_path.py::test_selection_does_not_communicate",
     ),
@@ -59,10 +59,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "Runs are compared by their ratio": (
         "unit/test_selection_select.py::test_runs_are_compared_by_their_ratio_to_the_library",
         "unit/test_selection_select.py::test_a_ratio_to_a_disturbed_library_wins_nothing",
-        "unit/test_selection_score.py::test_without_the_librarys_time_or_with_a_disturbed_one_the_latency_counts",
-        "unit/test_selection_score.py::"
+        "unit/test_selection_select.py::test_without_the_librarys_time_or_with_a_disturbed_one_the_latency_counts",
+        "unit/test_selection_select.py::"
         "test_the_librarys_time_counts_in_full_in_graphs_and_with_its_root_in_eager_calls",
-        "unit/test_selection_score.py::test_what_is_no_faster_than_the_library_beside_it_is_not_chosen",
+        "unit/test_selection_select.py::test_what_is_no_faster_than_the_library_beside_it_is_not_chosen",
     ),
     # 4. Same bits
     "Each variant has a numerics class": (
