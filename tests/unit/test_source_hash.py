@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +91,8 @@ def unshift(x):
     return x - 7
 """
 
-COSMETIC = {
+# Each value is one edit or several.
+SAME = {
     "comment": ("# Why it is done so.", "# Another reason,\n    # at length."),
     "comment at the end": ("  # both", ""),
     "docstring": ('"""Add up."""', '"""Adds everything up.\n\n    At length.\n    """'),
@@ -100,23 +103,25 @@ COSMETIC = {
     "place in the file": ("import triton\n", "import triton\n\n\n\n"),
     "a constant that is not used": ("UNUSED = tl.constexpr(1)", "UNUSED = tl.constexpr(2)"),
     "a function that is not called": ("return x - 1", "return x - 2"),
-}
-RENAMED = {
-    "an argument": [("def _deep(x):\n    return x * WIDTH", "def _deep(value):\n    return value * WIDTH")],
-    "local variables": [("low, high = x, _deep(x)", "a, b = x, _deep(x)"), ("low + high * SCALE", "a + b * SCALE")],
-    "a callee": [("def _deep(x)", "def _lower(x)"), ("_deep(x)  #", "_lower(x)  #")],
-    "a constant": [
+    "an argument's name": ("def _deep(x):\n    return x * WIDTH", "def _deep(value):\n    return value * WIDTH"),
+    "names of local variables": (
+        ("low, high = x, _deep(x)", "a, b = x, _deep(x)"),
+        ("low + high * SCALE", "a + b * SCALE"),
+    ),
+    "a callee's name": (("def _deep(x)", "def _lower(x)"), ("_deep(x)  #", "_lower(x)  #")),
+    "a constant's name": (
         ("_SHAPE = (2, 3)", "_SIZES = (2, 3)"),
         ("_SHAPE[0] * 10 + _SHAPE[1]", "_SIZES[0] * 10 + _SIZES[1]"),
-    ],
-    "a constexpr argument and the call by keyword": [
+    ),
+    "a constexpr argument's name and the call by keyword": (
         ("SCALE: tl.constexpr = 2", "FACTOR: tl.constexpr = 2"),
         ("high * SCALE", "high * FACTOR"),
         ("tl.load(p), SCALE=3", "tl.load(p), FACTOR=3"),
-    ],
-    "nothing, with a call by position": [("tl.load(p), SCALE=3", "tl.load(p), 3")],
+    ),
+    "a call by position": ("tl.load(p), SCALE=3", "tl.load(p), 3"),
+    "the kernel's own name": ("def kernel(p, N: tl.constexpr)", "def renamed(p, N: tl.constexpr)"),
 }
-CODE = {
+OTHER = {
     "the kernel": ("+ _area())", "- _area())"),
     "its argument": ("def kernel(p, N: tl.constexpr)", "def kernel(p, N)"),
     "a callee": ("low + high * SCALE", "low - high * SCALE"),
@@ -145,63 +150,43 @@ def like() -> Variant:
     return get_variant("all_reduce", "lamport")
 
 
-def hash_of(
-    like: Variant, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "hashed_module"
-) -> str:
-    """Hash of a variant whose kernel is in a module of this text."""
-    folder.mkdir()
-    (folder / f"{name}.py").write_text(text)
-    (folder / "hashed_helper.py").write_text(HELPER)
-    monkeypatch.syspath_prepend(str(folder))
-    for imported in (name, "hashed_helper"):
-        monkeypatch.delitem(sys.modules, imported, raising=False)
-    module = importlib.import_module(name)
-    assert Path(module.__file__ or "").parent == folder
-    for imported in (name, "hashed_helper"):
-        monkeypatch.delitem(sys.modules, imported)
-    return kernels.source_hash(dataclasses.replace(like, kernels=(module.kernel,)))
+@pytest.fixture
+def hash_of(like: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Hashes a variant whose kernel is in a module of the given text."""
+
+    def hashed(text: str, name: str = "hashed_module") -> str:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        (folder / f"{name}.py").write_text(text)
+        (folder / "hashed_helper.py").write_text(HELPER)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(folder))
+            for imported in (name, "hashed_helper"):
+                patch.delitem(sys.modules, imported, raising=False)
+            module = importlib.import_module(name)
+            for imported in (name, "hashed_helper"):
+                sys.modules.pop(imported)
+        assert Path(module.__file__ or "").parent == folder
+        (kernel,) = [value for key, value in vars(module).items() if key in ("kernel", "renamed")]
+        return kernels.source_hash(dataclasses.replace(like, kernels=(kernel,)))
+
+    return hashed
 
 
-def changed(entry: tuple[str, str]) -> str:
-    assert SOURCE.count(entry[0]) == 1, entry
-    return SOURCE.replace(*entry)
-
-
-@pytest.mark.parametrize("what", COSMETIC)
-def test_looks_do_not_count(like: Variant, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = hash_of(like, SOURCE, tmp_path / "before", monkeypatch)
-    assert hash_of(like, changed(COSMETIC[what]), tmp_path / "after", monkeypatch) == before
-
-
-@pytest.mark.parametrize("what", RENAMED)
-def test_names_do_not_count(like: Variant, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", [*SAME, *OTHER])
+def test_code_counts_and_looks_and_names_do_not(what: str, hash_of: Callable[..., str]) -> None:
+    edits: Any = SAME.get(what) or OTHER[what]
     text = SOURCE
-    for before, after in RENAMED[what]:
+    for before, after in [edits] if isinstance(edits[0], str) else edits:
         assert text.count(before) == 1, before
         text = text.replace(before, after)
-    assert hash_of(like, text, tmp_path / "after", monkeypatch) == hash_of(like, SOURCE, tmp_path / "b", monkeypatch)
+    assert (hash_of(text, "elsewhere" if what in SAME else "hashed_module") == hash_of(SOURCE)) == (what in SAME)
 
 
-def test_a_kernel_that_is_moved_and_renamed_keeps_its_hash(
-    like: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved = SOURCE.replace("def kernel(", "def renamed(") + "\n\nkernel = renamed\n"
-    before = hash_of(like, SOURCE, tmp_path / "before", monkeypatch)
-    assert hash_of(like, moved, tmp_path / "after", monkeypatch, name="elsewhere") == before
-
-
-def test_a_kernel_that_uses_what_cannot_be_hashed_is_refused(
-    like: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opaque = SOURCE.replace("_SHAPE = (2, 3)", "class Opaque:\n    pass\n\n\n_SHAPE = Opaque()")
+def test_a_kernel_that_uses_what_cannot_be_hashed_is_refused(hash_of: Callable[..., str], like: Variant) -> None:
     with pytest.raises(TypeError, match="_SHAPE"):
-        hash_of(like, opaque, tmp_path / "opaque", monkeypatch)
-
-
-@pytest.mark.parametrize("what", CODE)
-def test_code_counts(like: Variant, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = hash_of(like, SOURCE, tmp_path / "before", monkeypatch)
-    assert hash_of(like, changed(CODE[what]), tmp_path / "after", monkeypatch) != before
+        hash_of(SOURCE.replace("_SHAPE = (2, 3)", "class Opaque:\n    pass\n\n\n_SHAPE = Opaque()"))
+    with pytest.raises(TypeError, match=r"all_reduce\.lamport: 3"):
+        kernels.source_hash(dataclasses.replace(like, kernels=(3,)))
 
 
 def test_version_counts(like: Variant) -> None:
@@ -213,31 +198,6 @@ def test_every_kernel_has_a_hash_of_its_own() -> None:
     hashes = {name: kernels.source_hash(v) for name, v in variants("all_reduce").items() if v.kernels}
     assert len(set(hashes.values())) == len(hashes) >= 6
     assert all(len(text) == 16 and int(text, 16) >= 0 for text in hashes.values())
-
-
-def test_only_triton_functions_are_hashed(like: Variant) -> None:
-    with pytest.raises(TypeError, match=r"all_reduce\.lamport: 3 is not a Triton function"):
-        kernels.source_hash(dataclasses.replace(like, kernels=(3,)))
-
-
-_EVERY_HASH = """
-import json
-from tunedcomm import kernels
-from tunedcomm.spec import variants
-kernels.discover()
-print(json.dumps({name: kernels.source_hash(v) for name, v in variants("all_reduce").items()}))
-"""
-
-
-@pytest.mark.parametrize(("interpret", "seed"), [("1", "1"), ("0", "77")])
-def test_the_same_in_every_process(interpret: str, seed: str) -> None:
-    """Interpreted or compiled, whatever Python's own hashes: rows of a GPU are read where there is none."""
-    env = {**os.environ, "TRITON_INTERPRET": interpret, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", _EVERY_HASH], env=env, cwd=ROOT / "tests", capture_output=True, text=True, check=True
-    )
-    kernels.discover()
-    assert json.loads(done.stdout) == {n: kernels.source_hash(v) for n, v in variants("all_reduce").items()}
 
 
 # Without torch and triton, which the other interpreters need not have: decorators that keep the function as theirs do.
@@ -257,26 +217,17 @@ print(kernels.source_hash(types.SimpleNamespace(op="o", name="n", version=1, ker
 """
 
 
-def _pythons() -> list[str]:
-    """Interpreters on the PATH that this package supports and that start."""
-    found = []
-    for minor in range(10, 16):
-        path = shutil.which(f"python3.{minor}")
-        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
-            found.append(path)
-    return found
-
-
 def test_the_same_under_every_python(tmp_path: Path) -> None:
     """A database made under one Python serves under another."""
-    others = _pythons()
-    if len(others) < 2:
+    found = (shutil.which(f"python3.{minor}") for minor in range(10, 16))
+    starts = [path for path in found if path and not subprocess.run([path, "-c", ""], check=False).returncode]
+    if len(starts) < 2:
         pytest.skip("there is only one supported Python on the PATH")
     (tmp_path / "hashed_module.py").write_text(SOURCE)
     (tmp_path / "hashed_helper.py").write_text(HELPER)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "PYTHONDONTWRITEBYTECODE": "1"}
-    found = {
+    hashes = {
         path: subprocess.run([path, "-c", _STAND_IN], env=env, capture_output=True, text=True, check=True).stdout
-        for path in others
+        for path in starts
     }
-    assert len(set(found.values())) == 1, found
+    assert len(set(hashes.values())) == 1, hashes
