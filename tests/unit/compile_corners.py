@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.space import Config
-from tunedcomm.spec import ITEMSIZE, InputKind, Limits, Problem, Variant
+from tunedcomm.spec import ITEMSIZE, InputKind, Limits, Problem, Variant, get_op, get_variant, ops, variants
 
 if TYPE_CHECKING:  # `discover` must choose between compiler and interpreter before anything of kernels is imported
     from tunedcomm.kernels.common.launch import CompileRequest
@@ -86,7 +86,6 @@ class Corner:
 
 def variants_with_kernels() -> list[Variant]:
     from tunedcomm.kernels import discover
-    from tunedcomm.spec import ops, variants
 
     discover()
     return [variant for op in ops() for variant in variants(op).values() if variant.kernels]
@@ -105,8 +104,6 @@ def end_points(variant: Variant) -> Iterator[Config]:
 
 def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: bool) -> Problem | None:
     """A problem like `like`, of any size, that the config may run: what can never run need not compile."""
-    from tunedcomm.spec import get_op
-
     width = ITEMSIZE[like.dtype]
     if get_op(like.op).rank_of_shape == 1:
         shapes: list[tuple[int, ...]] = [((1 << e) // width + (1 if tail else 0),) for e in range(4, 30)]
@@ -129,8 +126,6 @@ def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: b
 
 def gemm_corners(variant: Variant) -> list[Corner]:
     """Binaries of a fused GEMM's default configs, in a fixed order."""
-    from tunedcomm.spec import get_op
-
     found: dict[Corner, None] = {}
     spec = get_op(variant.op)
     for (dtype, layout, scaling), (shape, capability) in itertools.product(GEMM_EXTRAS, GEMM_PLACES):
@@ -145,8 +140,6 @@ def gemm_corners(variant: Variant) -> list[Corner]:
 
 def every_corner(variant: Variant) -> list[Corner]:
     """All distinct binaries of the corners, in a fixed order."""
-    from tunedcomm.spec import get_op
-
     found: dict[Corner, None] = {}
     spec = get_op(variant.op)
     if spec.rank_of_shape == 3:
@@ -193,11 +186,6 @@ def pairs(corner: Corner) -> frozenset[Any]:
     return frozenset(itertools.combinations(sorted(corner.fields.items()), 2))
 
 
-def singles(corner: Corner) -> frozenset[Any]:
-    """Every field of the corner with its value."""
-    return frozenset(corner.fields.items())
-
-
 def covering(corners: Iterable[Corner], facts: Callable[[Corner], frozenset[Any]] = pairs) -> list[Corner]:
     """Few corners that hold every fact (pair of values) that any of them holds; the heaviest of each kernel first."""
     left = {corner: facts(corner) for corner in corners}
@@ -218,12 +206,12 @@ def covering(corners: Iterable[Corner], facts: Callable[[Corner], frozenset[Any]
 def chosen_of(variant: Variant) -> list[Corner]:
     """What is compiled of a variant."""
     corners = every_corner(variant)
-    return corners if get_rank(variant) == 3 else covering(corners)
+    return corners if get_op(variant.op).rank_of_shape == 3 else covering(corners)
 
 
 def sample_of(variant: Variant) -> list[Corner]:
     """Few of them: every value of every field once, so every variant for each generation."""
-    return covering(every_corner(variant), singles)
+    return covering(every_corner(variant), lambda corner: frozenset(corner.fields.items()))
 
 
 def few_of(variant: Variant) -> list[Corner]:
@@ -234,13 +222,6 @@ def few_of(variant: Variant) -> list[Corner]:
         if corner.capability == CAPABILITIES[0] and (known is None or weight(corner) < weight(known)):
             lightest[corner.request.function] = corner
     return list(lightest.values())
-
-
-def get_rank(variant: Variant) -> int:
-    """Dimensions of the variant's problems."""
-    from tunedcomm.spec import get_op
-
-    return get_op(variant.op).rank_of_shape
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -291,7 +272,6 @@ def sums_of(op: str, variant: str, dtype: str, scaling: str, **changes: bool) ->
     from triton.backends.compiler import GPUTarget
 
     from tunedcomm.kernels.common.launch import compile_request
-    from tunedcomm.spec import get_variant
 
     problem = Problem(op, (64, 8192, 2048), dtype, 4, "sum", layout="nk", scaling=scaling)
     found = get_variant(op, variant)

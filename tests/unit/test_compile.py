@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 OLDEST = ROOT / ".venv-oldest-triton"
 # Read here: fixtures keep TUNEDCOMM_* away from the tests.
 OLDEST_IS_A_MUST = os.environ.get("TUNEDCOMM_REQUIRE_OLDEST_TRITON") == "1"
-VERSIONS = ("newest", "oldest")
 
 # Bytes of stack a thread, which is what spilled registers take. Measured: 8 at most, 24 for two_shot_split at 8 ranks
 # under the oldest Triton, and 280 where a tail of single elements is read and written from blocks of 512 threads, for
@@ -55,6 +54,7 @@ def run_corners(version: str, cache: Path, *arguments: str) -> list[dict[str, An
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONHASHSEED": "77",
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(cache),
         "CUDA_VISIBLE_DEVICES": "",
@@ -163,7 +163,7 @@ def name_of(binary: dict[str, Any]) -> str:
 def test_every_variant_compiles(version: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     kept = getattr(pytestconfig, "cache", None)  # not there under `-p no:cacheprovider`
     if QUICK:
-        what, least, generations = ("few", "0", "4"), 5, {90}
+        what, least, generations = ("few", "0", "12"), 5, {90}
     elif FULL:
         what, least, generations = ("compile", "0", "1"), 120, {90, 100}
     elif version == "newest":
@@ -191,22 +191,12 @@ def test_products_of_fp8_are_added_in_fp32(version: str, tmp_path: Path) -> None
     assert all(binary["products"] == 8 for binary in found)
 
 
-def test_products_are_compiled_for_every_dtype_and_generation() -> None:
-    products = [v for v in compile_corners.variants_with_kernels() if compile_corners.get_rank(v) == 3]
-    assert len(products) >= 10
-    for op in {variant.op for variant in products}:
-        chosen = [corner.fields for v in products if v.op == op for corner in compile_corners.chosen_of(v)]
-        kernels_of_products = [fields for fields in chosen if "BLOCK_M" in fields]
-        assert {fields["capability"] for fields in kernels_of_products} == {90, 100}
-        told = " ".join(str(value) for fields in kernels_of_products for value in fields.values())
-        assert {"bfloat16", "float16"} <= set(told.split()), op
-        assert "float8" in told, op
-    assert all(compile_corners.chosen_of(variant) for variant in products)
+@pytest.mark.parametrize("version", ["newest", "oldest"])
+def test_kernels_import_without_a_gpu_and_hash_alike_in_every_process(version: str, tmp_path: Path) -> None:
+    """A row that was measured under one Triton must serve under another, and be explained where there is no GPU.
 
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_kernels_import_without_a_gpu_and_hash_alike(version: str, tmp_path: Path) -> None:
-    """A row that was measured under one Triton must serve under another, and be explained where there is no GPU."""
+    Here kernels are interpreted, there they are compiled; Python's own hashes differ, too.
+    """
     (listed,) = run_corners(version, tmp_path, "list")
     kernels.discover()
     every = [variant for op in ops() for variant in variants(op).values() if variant.kernels]
@@ -214,6 +204,5 @@ def test_kernels_import_without_a_gpu_and_hash_alike(version: str, tmp_path: Pat
     assert listed["variants"] == here
     if version == "oldest":
         lower = re.search(r'"triton>=([\d.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-        assert lower is not None
         assert f"{listed['triton']}.".startswith(f"{lower[1]}."), "the Makefile installs another oldest Triton"
         assert Path(listed["file"]).is_relative_to(OLDEST)

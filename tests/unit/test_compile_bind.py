@@ -21,34 +21,38 @@ from tunedcomm.symm.workspace import Lane, Panels
 NUM_CONFIGS = 6
 
 
-def workspace(problem: Problem) -> Any:
-    """What `bind` reads of a workspace."""
+def room(nbytes: int) -> torch.Tensor:
+    """Memory that no kernel may touch."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+def spanning(problem: Problem) -> Any:
+    """What `bind` reads of a workspace, also where the group spans nodes."""
 
     def status_argument(asked: Problem) -> int:
         assert (asked.op, asked.mode) == (problem.op, problem.mode), "a lost peer is reported with the call's op"
         return 1
 
-    lane = Lane(local=0, peers=(0,) * (MAX_WORLD_SIZE - 1), multicast=0)
-    return SimpleNamespace(
-        lanes={problem.mode: lane},
-        layout=LaneLayout.for_messages(64 << 20),
+    def panels(mode: str, nbytes: int) -> Panels:
+        buffer: Any = SimpleNamespace(local=room(compile_corners.LIMITS.panel_bytes), nbytes=nbytes)
+        return Panels(0, peers, 16, buffer)
+
+    peers = (0,) * (MAX_WORLD_SIZE - 1)
+    layout = LaneLayout.for_messages(64 << 20)
+    found = SimpleNamespace(
+        lanes={problem.mode: Lane(local=0, peers=peers, multicast=0)},
+        layout=layout,
         device=torch.device("cpu"),
         group=status_argument,  # anything that can be referred to weakly
         rank=0,
         world_size=problem.world_size,
         timeout_ns=1,
         status_argument=status_argument,
-        peers_of=lambda x: (0,) * (MAX_WORLD_SIZE - 1),
-        panels=panels_without_memory,
-        scratch=scratch_without_memory,
+        peers_of=lambda x: peers,
+        panels=panels,
+        scratch=lambda mode, nbytes: room(nbytes),
+        buffers={problem.mode: SimpleNamespace(local=room(layout.total_bytes))},
     )
-
-
-def spanning(problem: Problem) -> Any:
-    """What `bind` reads of a workspace, where the group spans nodes too."""
-    found = workspace(problem)
-    room = torch.empty(found.layout.total_bytes, dtype=torch.uint8, device="meta")
-    found.buffers = {problem.mode: SimpleNamespace(local=room)}
     found.nodes = SimpleNamespace(workspace=found, across=None)
     return found
 
@@ -86,18 +90,6 @@ def messages_of(variant: Variant) -> Iterator[tuple[Problem, Config]]:
             problem = compile_corners.feasible_problem(variant, config, like, tail=tail)
             if problem is not None:
                 yield problem, config
-
-
-def panels_without_memory(mode: str, nbytes: int) -> Panels:
-    """Panels that no kernel may touch."""
-    room = torch.empty(compile_corners.LIMITS.panel_bytes, dtype=torch.uint8, device="meta")
-    buffer: Any = SimpleNamespace(local=room, nbytes=nbytes)
-    return Panels(0, (0,) * (MAX_WORLD_SIZE - 1), 16, buffer)
-
-
-def scratch_without_memory(mode: str, nbytes: int) -> torch.Tensor:
-    """Scratch that no kernel may touch."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
 @pytest.mark.parametrize(("rank", "cases"), [(0, messages_of), (3, products_of)])
