@@ -14,7 +14,8 @@ from variant_checks import bits_of, inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
-from tunedcomm.spec import Problem, get_op, get_variant, variants
+from tunedcomm.kernels.moe.op import Overflow, used_rows
+from tunedcomm.spec import Candidate, Problem, get_op, get_variant, variants
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -141,12 +142,15 @@ def public_body(rank: int, world_size: int) -> None:
             everyone.append((x, ids))
             weights.append(torch.rand(tokens, topk, generator=generator))
         x, ids = everyone[rank]
+        torch.full((8 * world_size * experts * max(tokens, 1), 32), float("nan"))  # memory that calls are given next
         for layout in ("padded", "contiguous"):
             sent = tunedcomm.ep_dispatch(
                 x.t().contiguous().t(), ids.int() if topk == 1 else ids, num_experts=experts, layout=layout,
                 capacity=2 * world_size * max(tokens, 1) * topk + (4 * 128 if layout == "contiguous" else 0),
             )  # fmt: skip
             sent.check()
+            used = used_rows(sent.rows, len(sent.tokens.view(-1, 32)))
+            assert not sent.tokens.view(-1, 32)[~used].any(), "zeros, for gradients are recorded"
             assert layout == "padded" or all(offset % 128 == 0 for offset in sent.offsets.tolist())
             y = tunedcomm.ep_combine(through_experts(sent, rank), sent, weights[rank])
             assert torch.equal(y, dense(everyone, weights, rank)), (tokens, topk, case, layout)
@@ -184,8 +188,30 @@ def overflow_body(rank: int, world_size: int) -> None:
             assert sent.counts.tolist() == ([rows, 0] if rank == 0 else [0, 0]), variant
 
 
+def lost_body(rank: int, world_size: int) -> None:
+    """Where a kernel gave up waiting, that is the error, whatever it counted then."""
+    communicator = get_communicator()
+    assert communicator.workspace is not None
+    sent = tunedcomm.ep_dispatch(torch.ones(6, 64), torch.zeros(6, 1).int(), num_experts=2 * world_size)
+    overflow = Overflow.of(communicator.group, communicator.device)
+    for op in ("ep_dispatch", "ep_combine"):
+        problem = asked(op, (6, 64, 1, 2 * world_size), world_size)
+        default = get_variant(op, "push").default(problem, limits_of(communicator))
+        launch = communicator.bind(problem, Candidate.of(op, "push", default))
+        inputs, outputs = inputs_of_all(problem, 0, "random")[rank], get_op(op).make_outputs(problem, "cpu")
+        overflow.cell[:2] = torch.tensor([(5 << 40) + 16, 128])
+        for call in (sent.check, lambda: launch(inputs, outputs, 0)):  # noqa: B023 - called here
+            communicator.workspace.status_view[0] = 1
+            with pytest.raises(tunedcomm.PeerTimeoutError):
+                call()
+            communicator.workspace.status_view[0] = 0
+        with pytest.raises(tunedcomm.CapacityError, match=r"expert 4 .*16 tokens.*128 rows"):
+            launch(inputs, outputs, 0)
+
+
 def test_overflow() -> None:
     run_ranks(2, overflow_body, timeout=120)
+    run_ranks(2, lost_body, timeout=60)
 
 
 def refused_body(rank: int, world_size: int) -> None:

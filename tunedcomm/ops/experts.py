@@ -65,13 +65,15 @@ class Sent:
         """Wait for the device and raise if tokens had no room.
 
         Raises:
+            PeerTimeoutError: a kernel gave up waiting for a peer.
             CapacityError: names the expert and its count.
             UnsupportedInputError: `topk_ids` named an expert that does not exist.
         """
         if self.tokens.is_cuda:
             torch.cuda.current_stream(self.tokens.device).synchronize()
         communicator = _dispatch.communicator(self.tokens, world._default_pg if self.group is None else self.group)
-        Overflow.of(communicator.group, communicator.device).check()
+        communicator.check_peers()
+        Overflow.of(communicator.group, communicator.device).check(communicator)
 
 
 class _Dispatch(Form):
@@ -151,7 +153,7 @@ class _Dispatch(Form):
 
 
 class _DispatchPath(CallPath[Any]):
-    """Calls that are recorded for a gradient leave zeros, and not just anything, behind an expert's tokens."""
+    """Calls where gradients are recorded leave zeros, and not just anything, behind an expert's tokens."""
 
     def run(self, communicator: Any, inputs: Tensors, targets: Tensors, asked: Asked) -> Plan | None:
         zeros = asked.options[-1]
@@ -161,7 +163,7 @@ class _DispatchPath(CallPath[Any]):
             problem = self.form.problem(inputs, asked.options, 1)
             bound, alignment = _Dispatch.capacity(problem, asked.options), asked.options[4]
             code = overflow_code(inputs[1][None], problem, bound, alignment)
-            Overflow.of(communicator.group, communicator.device).note(code, bound)
+            Overflow.of(communicator.group, communicator.device).note(code, bound, communicator)
         plan = super().run(communicator, inputs, targets, asked)
         return None if zeros else plan
 
@@ -261,7 +263,8 @@ def ep_dispatch(
 
     Returns:
         `Sent`. Within an expert tokens stand in the order of (source rank, token, k), whatever variant runs. What lies
-        behind an expert's tokens is unspecified, but zeros where the call is recorded for a gradient.
+        behind an expert's tokens is unspecified, but zeros unless gradients are switched off (`torch.no_grad()`): the
+        gradients of the experts' weights are sums over all rows.
 
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
@@ -271,8 +274,7 @@ def ep_dispatch(
     Its gradient is an `ep_combine` without weights. Can be captured in CUDA graphs; never synchronises the host.
     """
     inputs = (x, topk_ids)
-    recorded = torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
-    options = (num_experts, capacity, layout, quantize or "", alignment, recorded)
+    options = (num_experts, capacity, layout, quantize or "", alignment, torch.is_grad_enabled())
     tokens, scales, counts, offsets, rows = _dispatch.call(
         (*inputs, *(None,) * len(_Dispatch.outputs)), options, group, "default", max_sms
     )

@@ -51,6 +51,11 @@ class NoWorkspace(NamedTuple):
     nodes: NodeGroups | None
     ring: HostRing | None = None
 
+    def check_peers(self) -> None:
+        """As that of a workspace, for kernels that wait within a node."""
+        if self.nodes is not None:
+            self.nodes.workspace.check_peers()
+
 
 def node_name(told: Sequence[int]) -> str:
     """The name of this rank's node: the host's name, or what TUNEDCOMM_NODE_OF_RANK gives as `told`.

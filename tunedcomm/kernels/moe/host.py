@@ -136,7 +136,7 @@ class DispatchHost(_Host, registered=True):
 
             with passing.ring.lock:
                 passing.exchange(len(id_pieces), put_ids, take_ids)
-                overflow.note(overflow_code(ids, problem, bound, alignment), bound)
+                overflow.note(overflow_code(ids, problem, bound, alignment), bound, workspace)
                 placed = place(ids, rank, problem, bound, alignment)
                 # By rank, the places (token, k) that come here, in order, and their rows.
                 here = [(rows >= 0).nonzero() for rows in placed.rows]

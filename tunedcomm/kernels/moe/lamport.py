@@ -9,6 +9,11 @@ every peer, which keeps the stages in turn.
 sums begin with +0.0, so that changes nothing. First all K packets of a sum are looked at together, then those that are
 late are waited for. Not every rank has results for every other, so each block also sends each peer a word.
 
+**Words of a whole block.** A thread has its packets, and their masks, for itself. But counts, places and the word of a
+block are fewer than its threads, so all its warps poll the same ones. They put the sentinel back behind a block
+barrier, or a slow warp would find it in the place of the word. And such a word is stored by one thread (`send_words`):
+what a slow warp stores again may come after its reader has put the sentinel back, and be read two calls later.
+
 Numerics: ordered. Graph-safe: call counters live in the lane.
 Source: own; the protocol is that of `all_reduce`'s `lamport`.
 """
@@ -57,6 +62,14 @@ from tunedcomm.spec import Limits, Problem
 
 
 @triton.jit
+def send_words(address, words, mask):
+    """`store_word` for tensors that several warps hold: Triton stores each element once, and .wt is as relaxed.sys."""
+    if INTERPRET:
+        mask = as_mask(mask)
+    tl.store(address.to(tl.pointer_type(tl.int32)), words, mask=mask, cache_modifier=".wt")
+
+
+@triton.jit
 def push_token(
     token, source, ids, id_words, tokens, peers, rank, places, own_places, place_at, mask_at, wire_packets, part,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -72,7 +85,7 @@ def push_token(
     goes = ()
     for i in tl.static_range(WORLD_SIZE - 1):
         theirs = owner == (rank + 1 + i) % WORLD_SIZE
-        store_word(peers[i] + places + at * 4, tl.where(theirs, place, -1), k < TOPK)
+        send_words(peers[i] + places + at * 4, tl.where(theirs, place, -1), k < TOPK)
         goes = goes + (tl.max(theirs.to(tl.int32), axis=0),)  # type: ignore[assignment]
     threads = tl.arange(0, BLOCK)
     for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
@@ -144,7 +157,7 @@ def dispatch_lamport_kernel(
     store_words(scratch, own_counts, mine, bins <= EXPERTS)
     for i in tl.static_range(WORLD_SIZE - 1):
         theirs = (bins // LOCAL == (rank + 1 + i) % WORLD_SIZE) | (block == 0)
-        store_word(peers[i] + stage + own_counts * 4, mine, theirs & (bins <= EXPERTS))
+        send_words(peers[i] + stage + own_counts * 4, mine, theirs & (bins <= EXPERTS))
 
     others = (1 << WORLD_SIZE) - 1 - (1 << rank)
     sent_here = ((bins // LOCAL == rank) | (block == 0)) & (bins <= EXPERTS)
@@ -153,21 +166,20 @@ def dispatch_lamport_kernel(
     counts = poll_words(
         local + stage + from_peers * 4, blocks * (BINS * 4), bits, timeout_ns, status, WORLD_SIZE
     )  # fmt: skip
-    none = tl.full((BINS,), SENTINEL, tl.int32)
     for i in tl.static_range(WORLD_SIZE):
         store_words(scratch, i * blocks * BINS + from_peers, counts[i], sent_here & (rank != i))
-        store_words(local + stage, i * blocks * BINS + from_peers, none, sent_here & (rank != i))
     k = tl.arange(0, KP)
     bits_of_k = tl.where(k < TOPK, others, 0).to(tl.int32)
-    unset = tl.full((KP,), SENTINEL, tl.int32)
+    slot = SPLIT * tokens * (KP * 4)
     for asked in tl.range(lane, tokens, lanes):
         of_token = (part * tokens + asked) * KP + k
-        slot = SPLIT * tokens * (KP * 4)
         told = poll_words(local + places + of_token * 4, slot, bits_of_k, timeout_ns, status, WORLD_SIZE)
         for i in tl.static_range(WORLD_SIZE):
             store_words(own_places + i * slot, of_token, told[i], (k < TOPK) & (rank != i))
-            store_words(local + places + i * slot, of_token, unset, (k < TOPK) & (rank != i))
-    block_barrier()
+    block_barrier()  # all warps have polled
+    for i in tl.static_range(WORLD_SIZE):
+        none = tl.full((BINS,), SENTINEL, tl.int32)
+        store_words(local + stage, i * blocks * BINS + from_peers, none, sent_here & (rank != i))
     fill_table(
         scratch, table, counts_out, offsets_out, rank, bound, alignment, cell, WORLD_SIZE, EXPERTS, PADDED
     )  # fmt: skip
@@ -176,6 +188,8 @@ def dispatch_lamport_kernel(
         for s in tl.range(0, WORLD_SIZE):
             r = (rank + s) % WORLD_SIZE
             here_at = r * tokens + placed
+            unset = tl.full((KP,), SENTINEL, tl.int32)
+            store_words(local + places + r * slot, (part * tokens + placed) * KP + k, unset, (k < TOPK) & (rank != r))
             targets = rows_of_token(
                 table + r * (WIDTH * 4), own_places + ((r * SPLIT + part) * tokens + placed) * (KP * 4),
                 rows + here_at * (TOPK * 4), part, bound, TOPK, LOCAL, PADDED,
@@ -268,7 +282,7 @@ def combine_lamport_kernel(
     data = stage + WORLD_SIZE * blocks * 16
     one = tl.arange(0, 1)
     for i in tl.static_range(WORLD_SIZE - 1):
-        store_word(peers[i] + stage + (rank * blocks + block) * 16 + one, one + 1, one == 0)
+        send_words(peers[i] + stage + (rank * blocks + block) * 16 + one, one + 1, one == 0)
     for token in tl.range(lane, tokens, lanes):
         for i in tl.static_range(WORLD_SIZE - 1):
             asked = rows + ((rank + 1 + i) % WORLD_SIZE * tokens + token) * (TOPK * 4)
@@ -313,8 +327,9 @@ def combine_lamport_kernel(
     others = ((1 << WORLD_SIZE) - 1 - (1 << rank)) + one * 0
     hello = local + stage + block * 16 + one
     poll_words(hello, blocks * 16, others.to(tl.int32), timeout_ns, status, WORLD_SIZE)
+    block_barrier()
     for r in tl.static_range(WORLD_SIZE):
-        store_word(hello + r * blocks * 16, one * 0 + SENTINEL, (one == 0) & (rank != r))
+        send_words(hello + r * blocks * 16, one * 0 + SENTINEL, (one == 0) & (rank != r))
     write_counter(local, calls + 1, STATE_OFFSET)
 
 

@@ -152,7 +152,8 @@ class Overflow:
     """The last overflow of a group that has not been raised yet.
 
     Attributes:
-        cell: two int64 words that kernels write: a code (`overflow_code`) and the bound that was exceeded.
+        cell: a code (`overflow_code`) and the bound that was exceeded, int64: first as kernels write them, then as
+            `note` does.
     """
 
     _all: ClassVar[weakref.WeakKeyDictionary[Any, dict[str, Overflow]]] = weakref.WeakKeyDictionary()
@@ -160,9 +161,9 @@ class Overflow:
     def __init__(self, device: Any) -> None:
         import torch
 
-        self.cell = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.cell = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._view = memoryview(self.cell.numpy())  # type: ignore[arg-type]
-        self._kept = torch.zeros((), dtype=torch.int64, device=device)
+        self._kept = torch.zeros(2, dtype=torch.int64, device=device)
 
     @classmethod
     def of(cls, group: Any, device: Any) -> Overflow:
@@ -172,26 +173,30 @@ class Overflow:
             found[device.type] = cls(device)
         return found[device.type]
 
-    def note(self, code: torch.Tensor, bound: int) -> None:
+    def note(self, code: torch.Tensor, bound: int, peers: Any) -> None:
         """Keep the code of a call that PyTorch makes, in stream order; that of CPU tensors is raised at once."""
-        self.cell[1] = bound
-        if code.is_cuda:
-            self._kept.copy_(code.where(self._kept == 0, self._kept))
-            self.cell[0].copy_(self._kept, non_blocking=True)
-        else:
-            self.cell[0] = code
-            self.check()
+        import torch
 
-    def check(self) -> None:
+        self._kept.copy_(torch.stack([code, torch.full_like(code, bound)]).where(self._kept[0] == 0, self._kept))
+        self.cell[2:].copy_(self._kept, non_blocking=True)
+        if not code.is_cuda:
+            self.check(peers)
+
+    def check(self, peers: Any) -> None:
         """Raise what was found, once.
 
+        Args:
+            peers: the group's workspace or communicator. What a kernel counts after it gave up waiting is not true.
+
         Raises:
+            PeerTimeoutError: a kernel gave up waiting.
             CapacityError: an expert was sent more tokens than it had room for.
             UnsupportedInputError: `topk_ids` named an expert that does not exist.
         """
-        code, bound = self._view
-        if not code:
+        if not self._view[0] and not self._view[2]:
             return
+        peers.check_peers()
+        code, bound = self._view[:2] if self._view[0] else self._view[2:]
         self.cell.zero_()
         self._kept.zero_()
         if code < 0:
@@ -575,7 +580,7 @@ class DispatchLibrary(LibraryVariant, registered=True):
             ids = own.new_empty((n * len(own), *own.shape[1:]))
             gather(ids, own.contiguous(), group=group)
             ids = ids.view(n, *own.shape)
-            overflow.note(overflow_code(ids, problem, bound, alignment), bound)
+            overflow.note(overflow_code(ids, problem, bound, alignment), bound, workspace)
             placed = place(ids, rank, problem, bound, alignment)
             wire, scales = wire_rows(x, problem)
             got = None if scales is None else moved(scales)
@@ -615,7 +620,7 @@ class CombineLibrary(LibraryVariant, registered=True):
                 slots = got[owner.clamp(max=n - 1), torch.arange(len(owner), device=ids.device)]
             else:
                 counts = torch.stack([sends.sum(1), due.sum(1)]).tolist()
-                overflow.check()  # what the ranks send and expect would differ
+                overflow.check(workspace)  # what the ranks send and expect would differ
                 sent = results[rows.view(n, -1)[sends].long()]
                 got = sent.new_empty(sum(counts[1]), sent.shape[1])
                 exchange(got, sent, counts[1], counts[0], group=group)

@@ -670,7 +670,7 @@ class DispatchVariant(GridVariant):
         launch = kernel.fix((*(None,) * 10, *sizes, *lane_arguments(problem, workspace), *extra))
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            overflow.check()
+            overflow.check(workspace)
             x, ids, *rest = inputs
             source, words = x.data_ptr(), ids.element_size() // 4
             if quantise is not None:
@@ -681,8 +681,8 @@ class DispatchVariant(GridVariant):
             addresses = [tensor.data_ptr() for tensor in (ids, *outputs)]
             alignment = int(rest[0]) if rest else ALIGNMENT
             launch(stream, source, *addresses, words, bound_of(problem, outputs[0]), alignment)
-            if on_host and not workspace.status_view[0]:  # the interpreter has run the kernels to their end
-                overflow.check()
+            if on_host:  # the interpreter has run the kernels to their end
+                overflow.check(workspace)
 
         return run
 
@@ -735,7 +735,7 @@ class CombineVariant(GridVariant):
         launch = kernel.fix((*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra))
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            overflow.check()
+            overflow.check(workspace)
             addresses = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
             launch(stream, *addresses, inputs[2].element_size() // 4)
 
