@@ -61,7 +61,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare what dispatch runs with the library (NCCL, gloo on CPUs) and other contenders, in one run.
+    """Compare dispatch with NCCL (gloo on CPUs) and other contenders. They take turns in one run.
 
     Inputs are in the cache; only launches of fused GEMMs take turns with copies of theirs. The contender cublas is the
     GEMM of a fused op alone. A peer that cannot run a problem or is wrong is left out with a note.

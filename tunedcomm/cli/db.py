@@ -92,7 +92,7 @@ def _made_by(contest: Contest) -> str:
 def db_list(
     *, op: OnlyOpOption = None, hardware: HardwareOption = None, db: DatabaseOption = None, as_json: JsonOption = False
 ) -> None:
-    """List stored problems by environment with the fastest trial of each, then the pins.
+    """List problems by environment with their fastest trials, and pins.
 
     Example: tunedcomm db list --op all_reduce --hardware H200
     """
@@ -154,7 +154,7 @@ def db_show(
     db: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every stored trial of one problem, fastest first, and its pins; exit code 1 if there is no trial.
+    """Print all trials of one problem, fastest first, and its pins. Exit code 1 if there is no trial.
 
     Example: tunedcomm db show --op all_reduce --shape 131072 --world-size 4 --hardware H200
     """
@@ -235,7 +235,7 @@ def db_pin(
     db: WrittenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Have dispatch run one variant for one problem on this hardware, however fast others are; replaces an earlier pin.
+    """Have dispatch run one variant for one problem on this hardware. It replaces an earlier pin.
 
     Groups created from now on use it. `tunedcomm explain` names the pin and its reason. A candidate that failed its
     check, crashed or hung there is refused, and an earlier pin of one is ignored.
@@ -312,7 +312,7 @@ def parse_config(parts: list[str], variant: Variant) -> dict[str, Any]:
 def db_unpin(
     options: ProblemOptions, *, hardware: HardwareOption = None, db: WrittenOption = None, as_json: JsonOption = False
 ) -> None:
-    """Remove the pin of one problem on this hardware; exit code 1 if there is none.
+    """Remove the pin of one problem on this hardware. Exit code 1 if there is none.
 
     Example: tunedcomm db unpin --op all_reduce --shape 98304 --world-size 4
     """
@@ -349,7 +349,7 @@ _STATS_COLUMNS: dict[str, Callable[[GroupStats], object]] = {
 def db_stats(
     *, op: OnlyOpOption = None, hardware: HardwareOption = None, db: DatabaseOption = None, as_json: JsonOption = False
 ) -> None:
-    """Sum up stored trials by environment, op, world size, dtype and mode.
+    """Sum up trials by environment, op, world size, dtype and mode.
 
     `winners` counts the problems that each variant wins under the default numerics policy; `speed-up` is the geometric
     mean over the problems of the library's latency over the winner's; `stale` counts trials of kernels that have
@@ -413,7 +413,7 @@ def format_age(then: datetime | None) -> str:
 
 
 def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
-    """Look at a file, its schema and every row of it; exit code 1 if something is not sound.
+    """Check a file, its schema and all its rows. Exit code 1 if something is not sound.
 
     Each finding is ok, warn (it works, but you should know) or fail, with what to do. Nothing is changed.
 
@@ -473,7 +473,7 @@ def db_prune(
     db: WrittenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Count the trials that all of the options given apply to, and with --yes remove them.
+    """Count the trials that all given options select. With --yes, remove them.
 
     Rows that nothing else refers to are removed too, and the file is compacted. Pins are kept. A later `tunedcomm tune`
     of the same problems measures again what was removed. --failed also removes good trials of the same candidate, which
@@ -543,7 +543,7 @@ def db_upgrade(
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 if an upgrade is due.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Upgrade a database of an older tunedcomm, all or nothing; a file is first copied to NAME.bak-REVISION.
+    """Upgrade a database of an older tunedcomm, all or nothing. A file is first copied to NAME.bak-REVISION.
 
     Example: tunedcomm db upgrade --db cluster.db
     """
@@ -603,7 +603,7 @@ def db_export(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what dispatch and explain need of one or several databases to one self-contained file.
+    """Write what dispatch and explain need of databases to one file.
 
     A manifest is written beside it.
 
@@ -685,7 +685,7 @@ def db_import(
     db: WrittenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add the trials and pins of files from elsewhere to a database: all of them, each once, or none.
+    """Add trials and pins of other files to a database. All of them, each once, or none.
 
     Every value is checked, and a manifest beside a file is compared with it.
 
@@ -723,7 +723,7 @@ def db_merge(
     into: Annotated[str, typer.Option(metavar="TARGET", help="File or URL that takes all.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Add all rows of databases to another one, which is created if needed; no row is lost or added twice.
+    """Add all rows of databases to another one. It is created if needed; no row is lost or added twice.
 
     Rows of different environments are never compared: each keeps its own. The output says for how many problems of each
     environment the choice has changed.

@@ -31,7 +31,7 @@ def demo(
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs, or 2 on the host.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tune all_reduce here in half a minute, show what was won and why, and check the sums on every rank.
+    """Tune all_reduce here in half a minute and show what was won. The sums are checked on every rank.
 
     Example: tunedcomm demo --db demo.db
     """

@@ -39,7 +39,7 @@ _NONE_HERE = "tune it: tunedcomm tune --op all_reduce"
 
 
 def doctor(*, borrow: BorrowOption = None, as_json: JsonOption = False) -> None:
-    """Check versions, GPUs, links, symmetric memory, databases and settings; exit code 1 if something must be fixed.
+    """Check versions, GPUs, links, memory, databases and settings. Exit code 1 if something must be fixed.
 
     Example: tunedcomm doctor
 

@@ -44,7 +44,7 @@ def explain(
     *,
     every: Annotated[bool, typer.Option("--all", help="Say why each other candidate was passed over.")] = False,
 ) -> None:
-    """Say what dispatch would run for one problem and on what evidence; with --all, why nothing else.
+    """Show what dispatch would run for one problem, and why. With --all, also why nothing else.
 
     Example: tunedcomm explain --op all_reduce --shape 98304 --world-size 4 --hardware H200
     """

@@ -26,7 +26,7 @@ def report(
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "tunedcomm report",
     as_json: JsonOption = False,
 ) -> None:
-    """Draw latency and bandwidth by size, speed-ups, failures and regret on one page; needs tunedcomm[report].
+    """Draw latency, bandwidth, speed-ups, failures and regret. Needs tunedcomm[report].
 
     Example: tunedcomm report -o report.html --db cluster.db --csv bench/results/*.csv
     """

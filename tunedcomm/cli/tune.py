@@ -112,7 +112,7 @@ def tune(
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed in an earlier sweep.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the fastest kernel for every problem of a sweep and store it; the same command resumes.
+    """Find and store the fastest kernel for each problem of a sweep. The same command resumes it.
 
     Lists are separated by commas, or the option is repeated.
 
@@ -454,7 +454,7 @@ def db_verify(
     no_store: Annotated[bool, typer.Option("--no-store", help="Do not store the new timings.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Time the stored winners for this machine again, beside the library, and say which do not hold any more.
+    """Time this machine's stored winners again beside the library. Names those that do not hold any more.
 
     Winners, runners-up and the library are checked as `tunedcomm tune` checks them, then timed as in its finals. The
     new timings are stored and dispatch uses them: after a new driver or a new torch this is all that is needed.
