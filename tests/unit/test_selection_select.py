@@ -154,6 +154,13 @@ def test_more_conclusive_rows_outrank_faster_ones(changes: dict[str, Any], reaso
     assert chosen([other])[1] == "two_shot", "used where there is nothing better"
 
 
+def test_between_sizes_the_same_software_outranks_a_nearer_layer() -> None:
+    older = [row("one_shot", 2.0, size, environment=OLDER, drift=True) for size in (4096, 16384)]
+    farther = [row("two_shot", 3.0, size, layer="packaged", layer_rank=1) for size in (4096, 16384)]
+    assert chosen(older + farther, problem(8192)) == ("interpolated", "two_shot")
+    assert chosen(older, problem(8192)) == ("interpolated", "one_shot")
+
+
 # Graphs and eager calls
 
 
