@@ -14,7 +14,7 @@ from variant_checks import bits_of, inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
-from tunedcomm.kernels.moe.op import Overflow, used_rows
+from tunedcomm.kernels.moe.op import Overflow, sources_of
 from tunedcomm.spec import Candidate, Problem, get_op, get_variant, variants
 
 Tensors = tuple[torch.Tensor, ...]
@@ -149,8 +149,8 @@ def public_body(rank: int, world_size: int) -> None:
                 capacity=2 * world_size * max(tokens, 1) * topk + (4 * 128 if layout == "contiguous" else 0),
             )  # fmt: skip
             sent.check()
-            used = used_rows(sent.rows, len(sent.tokens.view(-1, 32)))
-            assert not sent.tokens.view(-1, 32)[~used].any(), "zeros, for gradients are recorded"
+            come = sources_of(sent.rows.flatten(0, 1), len(sent.tokens.view(-1, 32)))
+            assert not sent.tokens.view(-1, 32)[come < 0].any(), "zeros, for gradients are recorded"
             assert layout == "padded" or all(offset % 128 == 0 for offset in sent.offsets.tolist())
             y = tunedcomm.ep_combine(through_experts(sent, rank), sent, weights[rank])
             assert torch.equal(y, dense(everyone, weights, rank)), (tokens, topk, case, layout)

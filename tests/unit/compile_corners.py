@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -259,8 +260,10 @@ def compiled(corner: Corner) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - whatever the compiler raises is what the test reports
         return {**described, "failed": f"{type(error).__name__}: {error}"}
     ptx = kernel.asm["ptx"]
+    polled = re.findall(r'"[^"]*st\.relaxed\.sys[^"]*".*-> tensor<([\dx]+)xi32', kernel.asm["ttgir"])
     return {
         **described,
+        "elements_polled": min((math.prod(map(int, shape.split("x"))) for shape in polled), default=0),
         **resources(kernel.asm["cubin"]),
         "target": next(iter(re.findall(r"^\.target (\w+)", ptx, re.M)), ""),
         "instructions": instructions(ptx),

@@ -106,6 +106,8 @@ def about_resources(binary: dict[str, Any]) -> list[str]:
     if binary["stack"] > most or binary["local"] > 0:
         found.append(f"spills: {binary['stack']} bytes of stack and {binary['local']} local, at most {most} and 0")
     threads = 32 * binary["num_warps"]
+    if 0 < binary["elements_polled"] < threads:  # a slow warp's store may come after the reader has cleared the word
+        found.append(f"{threads} threads store {binary['elements_polled']} elements that a peer polls more than once")
     if resident_blocks(binary["reg"], binary["shared"], threads, NUM_SMS, SHARED_OF_SM) < NUM_SMS:
         found.append(f"{threads} threads of {binary['reg']} registers do not fit on an SM")
     return found

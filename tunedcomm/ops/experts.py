@@ -20,7 +20,7 @@ from tunedcomm.kernels.moe.op import (
     default_capacity,
     dispatched,
     offsets_of,
-    overflow_code,
+    place,
     token_shapes,
     weighted_sum,
 )
@@ -162,7 +162,7 @@ class _DispatchPath(CallPath[Any]):
         if communicator.world_size == 1 and inputs[0].numel():
             problem = self.form.problem(inputs, asked.options, 1)
             bound, alignment = _Dispatch.capacity(problem, asked.options), asked.options[4]
-            code = overflow_code(inputs[1][None], problem, bound, alignment)
+            code = place(inputs[1][None], 0, problem, bound, alignment).code
             Overflow.of(communicator.group, communicator.device).note(code, bound, communicator)
         plan = super().run(communicator, inputs, targets, asked)
         return None if zeros else plan

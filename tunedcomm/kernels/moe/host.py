@@ -20,11 +20,11 @@ from tunedcomm.kernels.moe.op import (
     NOT_HERE,
     Overflow,
     bound_of,
-    overflow_code,
     place,
     sizes_of,
     token_dtype,
     weighted_sum,
+    wire_bytes,
     wire_rows,
 )
 from tunedcomm.space import Choice, Config, Space
@@ -103,8 +103,7 @@ class DispatchHost(_Host, registered=True):
     summary = "CPU tensors: every rank copies its experts' tokens from shared memory"
 
     def unit_bytes(self, problem: Problem) -> int:
-        s = sizes_of(problem)
-        return s.row_bytes + 4 * s.num_scales
+        return wire_bytes(problem)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
@@ -121,7 +120,7 @@ class DispatchHost(_Host, registered=True):
             alignment, bound = int(rest[0]) if rest else ALIGNMENT, bound_of(problem, outputs[0])
             ids = torch.empty(n, s.tokens, s.topk, dtype=torch.int32)
             tokens, scales = outputs[0].view(-1, s.hidden), outputs[1].view(-1, max(s.num_scales, 1))
-            sent, sent_scales = wire_rows(x, problem)
+            sent = wire_rows(x, problem)
 
             def put_ids(piece: int, slot: int) -> None:
                 first, last = id_pieces[piece]
@@ -136,8 +135,8 @@ class DispatchHost(_Host, registered=True):
 
             with passing.ring.lock:
                 passing.exchange(len(id_pieces), put_ids, take_ids)
-                overflow.note(overflow_code(ids, problem, bound, alignment), bound, workspace)
                 placed = place(ids, rank, problem, bound, alignment)
+                overflow.note(placed.code, bound, workspace)
                 # By rank, the places (token, k) that come here, in order, and their rows.
                 here = [(rows >= 0).nonzero() for rows in placed.rows]
                 where = [rows[rows >= 0].long() for rows in placed.rows]
@@ -145,10 +144,7 @@ class DispatchHost(_Host, registered=True):
 
                 def put(piece: int, slot: int) -> None:
                     first, last = pieces[piece]
-                    target = passing.view(rank, slot, (last - first) * unit).view(-1, unit)
-                    target[:, : s.row_bytes] = sent[first:last]
-                    if sent_scales is not None:
-                        target[:, s.row_bytes :] = sent_scales[first:last].view(torch.uint8)
+                    passing.view(rank, slot, (last - first) * unit).view(-1, unit).copy_(sent[first:last])
 
                 def take(piece: int, slot: int) -> None:
                     first, last = pieces[piece]
@@ -164,7 +160,7 @@ class DispatchHost(_Host, registered=True):
                             scales[target] = got[:, s.row_bytes :].contiguous().view(torch.float32)
 
                 passing.exchange(len(pieces), put, take)
-            for output, values in zip(outputs[2:], placed, strict=True):
+            for output, values in zip(outputs[2:], placed[:3], strict=True):
                 output.copy_(values)
 
         return run

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.lane import STATE_OFFSET, read_counter, write_counter
-from tunedcomm.kernels.common.packets import PACKET_BYTES, arm, escape, has_escape, restore, sentinel_mask_of
+from tunedcomm.kernels.common.packets import PACKET_BYTES, has_escape, restore
 from tunedcomm.kernels.common.sync import (
     INTERPRET,
     SENTINEL,
@@ -44,60 +44,24 @@ from tunedcomm.kernels.moe.push import (
     GRID,
     CombineVariant,
     DispatchVariant,
+    GridVariant,
     block_barrier,
     count_all,
-    count_before,
     fill_table,
-    load_weight,
-    load_word,
+    is_sent,
+    parts_of_sum,
     power_above,
     quantise_kernel,
     rows_of_token,
+    send_results,
+    send_token,
+    send_words,
     store_words,
     weigh_packets,
     write_token,
 )
 from tunedcomm.space import Config, Space
 from tunedcomm.spec import Limits, Problem
-
-
-@triton.jit
-def send_words(address, words, mask):
-    """`store_word` for tensors that several warps hold: Triton stores each element once, and .wt is as relaxed.sys."""
-    if INTERPRET:
-        mask = as_mask(mask)
-    tl.store(address.to(tl.pointer_type(tl.int32)), words, mask=mask, cache_modifier=".wt")
-
-
-@triton.jit
-def push_token(
-    token, source, ids, id_words, tokens, peers, rank, places, own_places, place_at, mask_at, wire_packets, part,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Tell all ranks the places of a token, and push it, escaped, to those that have experts of it."""
-    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
-    k = tl.arange(0, power_above(TOPK))
-    experts, before = count_before(ids, id_words, 0, token, TOPK)
-    owner = tl.where((experts >= 0) & (experts < EXPERTS), experts // LOCAL, -1)
-    place = before * LOCAL + experts % LOCAL
-    at = ((rank * SPLIT + part) * tokens + token) * power_above(TOPK) + k
-    store_words(own_places, at, tl.where(owner == rank, place, -1), k < TOPK)
-    goes = ()
-    for i in tl.static_range(WORLD_SIZE - 1):
-        theirs = owner == (rank + 1 + i) % WORLD_SIZE
-        send_words(peers[i] + places + at * 4, tl.where(theirs, place, -1), k < TOPK)
-        goes = goes + (tl.max(theirs.to(tl.int32), axis=0),)  # type: ignore[assignment]
-    threads = tl.arange(0, BLOCK)
-    for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
-        packet = start + threads
-        here = packet < wire_packets
-        w0, w1, w2, w3 = load_packets(source + packet * 16, here)
-        e0, e1, e2, e3 = escape(w0), escape(w1), escape(w2), escape(w3)
-        escaped = here & has_escape(e0, e1, e2, e3)
-        sentinels = sentinel_mask_of(w0, w1, w2, w3)
-        for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + place_at + packet * 16, e0, e1, e2, e3, here & (goes[i] > 0), REMOTE=True)
-            store_word(peers[i] + mask_at + packet * 4, sentinels, escaped & (goes[i] > 0))
 
 
 @triton.jit
@@ -146,10 +110,10 @@ def dispatch_lamport_kernel(
 
     for token in tl.range(lane, tokens, lanes):
         at = rank * tokens + token
-        push_token(
-            token, x + token * wire_bytes, ids, id_words, tokens, peers, rank, places, own_places,
+        send_token(
+            token, x + token * wire_bytes, ids, id_words, tokens, 0, peers, rank, own_places, places,
             data + at * wire_bytes, masks + at * wire_packets * 4, wire_packets, part,
-            WORLD_SIZE, TOPK, EXPERTS, SPLIT, BLOCK,
+            WORLD_SIZE, TOPK, EXPERTS, False, True, SPLIT, BLOCK,
         )  # fmt: skip
     bins = tl.arange(0, BINS)
     mine = count_all(ids, id_words, 0, tokens, TOPK, EXPERTS)
@@ -211,15 +175,6 @@ def dispatch_lamport_kernel(
 
 
 @triton.jit
-def is_sent(targets, TOPK: tl.constexpr):
-    """True if the token came here, for one of its experts at least, be there room or not."""
-    sent = targets[0] != -1
-    for i in tl.static_range(1, TOPK):
-        sent = sent | (targets[i] != -1)
-    return sent
-
-
-@triton.jit
 def peek_packets(address, mask):
     """`load_packets` of what peers write: relaxed at system scope, past the caches of this SM."""
     if INTERPRET:
@@ -251,20 +206,6 @@ def peek_packets(address, mask):
 
 
 @triton.jit
-def push_armed(results, rows, place, row_bytes, packet, here, TOPK: tl.constexpr):
-    """Push packets of the results for a token of another rank to `place`, where there are any; `rows` are its rows."""
-    found = ()
-    for k in tl.static_range(TOPK):
-        found = found + (load_word(rows, k).to(tl.int64),)  # type: ignore[assignment]
-    words = ()
-    for k in tl.static_range(TOPK):  # all loads before the first store
-        words = words + load_packets(results + found[k] * row_bytes + packet * 16, here & (found[k] >= 0))
-    for k in tl.static_range(TOPK):
-        w0, w1, w2, w3 = arm(words[4 * k]), arm(words[4 * k + 1]), arm(words[4 * k + 2]), arm(words[4 * k + 3])
-        store_packets(place + k * row_bytes + packet * 16, w0, w1, w2, w3, here & (found[k] != -1), REMOTE=True)
-
-
-@triton.jit
 def combine_lamport_kernel(
     results, weights, ids, rows, y, id_words, tokens, row_packets,
     local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
@@ -284,27 +225,17 @@ def combine_lamport_kernel(
     for i in tl.static_range(WORLD_SIZE - 1):
         send_words(peers[i] + stage + (rank * blocks + block) * 16 + one, one + 1, one == 0)
     for token in tl.range(lane, tokens, lanes):
-        for i in tl.static_range(WORLD_SIZE - 1):
-            asked = rows + ((rank + 1 + i) % WORLD_SIZE * tokens + token) * (TOPK * 4)
-            place = peers[i] + data + token * TOPK * row_bytes
-            for start in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
-                packet = start + threads
-                push_armed(results, asked, place, row_bytes, packet, packet < row_packets, TOPK)
+        send_results(
+            token, results, rows, tokens, peers, rank, data + token * TOPK * row_bytes, row_packets, part,
+            WORLD_SIZE, TOPK, True, SPLIT, BLOCK,
+        )  # fmt: skip
 
     empty = tl.full((BLOCK,), SENTINEL, tl.int32)
     for summed in tl.range(lane, tokens, lanes):
-        sources, weight, valid, there, remote, owner = (), (), (), (), (), ()
-        for k in tl.static_range(TOPK):
-            own = load_word(rows, (rank * tokens + summed) * TOPK + k).to(tl.int64)
-            expert = load_word(ids, (summed * TOPK + k) * id_words)
-            is_remote = (expert >= 0) & (own == -1)
-            come = local + data + (summed * TOPK + k) * row_bytes
-            sources = sources + (tl.where(is_remote, come, results + own * row_bytes),)  # type: ignore[assignment]
-            weight = weight + (load_weight(weights, summed * TOPK + k),)  # type: ignore[assignment]
-            valid = valid + (expert >= 0,)  # type: ignore[assignment]
-            there = there + (is_remote | (own >= 0),)  # type: ignore[assignment]
-            remote = remote + (is_remote,)  # type: ignore[assignment]
-            owner = owner + (expert // LOCAL,)  # type: ignore[assignment]
+        sources, weight, valid, there, remote = parts_of_sum(
+            results, weights, ids, rows + (rank * tokens + summed) * (TOPK * 4), id_words, summed * TOPK,
+            local + data + summed * TOPK * row_bytes, row_bytes, TOPK,
+        )  # fmt: skip
         for begin in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
             at = begin + threads
             here = at < row_packets
@@ -315,10 +246,10 @@ def combine_lamport_kernel(
             for k in tl.static_range(TOPK):
                 w0, w1, w2, w3 = seen[4 * k], seen[4 * k + 1], seen[4 * k + 2], seen[4 * k + 3]  # type: ignore[var-annotated]
                 late = (w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL)
-                late = late & here & remote[k]
-                sender = tl.zeros((BLOCK,), tl.int32) + owner[k]
+                late = late & here & (remote[k] >= 0)
+                sender = tl.zeros((BLOCK,), tl.int32) + remote[k] // LOCAL
                 p0, p1, p2, p3 = poll_from(sources[k] + at * 16, late, sender, timeout_ns, status)
-                store_packets(sources[k] + at * 16, empty, empty, empty, empty, here & remote[k])
+                store_packets(sources[k] + at * 16, empty, empty, empty, empty, here & (remote[k] >= 0))
                 words = words + (tl.where(late, p0, w0), tl.where(late, p1, w1))  # type: ignore[assignment]
                 words = words + (tl.where(late, p2, w2), tl.where(late, p3, w3))  # type: ignore[assignment]
             y0, y1, y2, y3 = weigh_packets(words, weight, valid, TOPK, DTYPE)
@@ -333,16 +264,19 @@ def combine_lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-class DispatchLamport(DispatchVariant, registered=True):
+class _Lamport(GridVariant):
     name = "lamport"
-    summary = "push without flags: tokens announce themselves; best for few tokens"
-    kernels = (dispatch_lamport_kernel, quantise_kernel)
     space = Space(GRID)
     areas = ("arena", "stage_bytes")
     host_wish: Mapping[str, float] = {**HOST_GRID, "split": 1}
 
     def room(self, limits: Limits) -> int:
         return limits.stage_bytes
+
+
+class DispatchLamport(_Lamport, DispatchVariant, registered=True):
+    summary = "push without flags: tokens announce themselves; best for few tokens"
+    kernels = (dispatch_lamport_kernel, quantise_kernel)
 
     def own_bytes(self, problem: Problem, config: Config) -> int:
         return int(config["split"]) * self.table_bytes(problem, config)
@@ -352,16 +286,9 @@ class DispatchLamport(DispatchVariant, registered=True):
         return self.own_bytes(problem, config) + tokens * (PACKET_BYTES + 4)
 
 
-class CombineLamport(CombineVariant, registered=True):
-    name = "lamport"
+class CombineLamport(_Lamport, CombineVariant, registered=True):
     summary = "push without flags: results announce themselves; best for few tokens"
     kernels = (combine_lamport_kernel,)
-    space = Space(GRID)
-    areas = ("arena", "stage_bytes")
-    host_wish: Mapping[str, float] = {**HOST_GRID, "split": 1}
-
-    def room(self, limits: Limits) -> int:
-        return limits.stage_bytes
 
     def staged(self, problem: Problem, config: Config) -> int:
         hello = problem.world_size * int(config["num_blocks"]) * PACKET_BYTES

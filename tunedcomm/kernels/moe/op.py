@@ -32,13 +32,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tunedcomm.errors import CapacityError, UnsupportedInputError
 from tunedcomm.kernels.all_reduce_rms_norm.op import E4M3_MAX, to_e4m3
-from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels, refuse_residence
-from tunedcomm.kernels.common.packets import PACKET_BYTES
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import SUM_DTYPES, draw, draw_any, generator_of
-from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace, all_gather_single
+from tunedcomm.kernels.common.variant import LibraryVariant, Workspace, all_gather_single
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Config
-from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
+from tunedcomm.spec import ITEMSIZE, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +84,12 @@ def token_dtype(problem: Problem) -> torch.dtype:
 
 
 class Placed(NamedTuple):
-    """Outputs of ep_dispatch that follow from the ids of all ranks."""
+    """Outputs of ep_dispatch that follow from the ids of all ranks, and what `Overflow` keeps of the call."""
 
     counts: torch.Tensor
     offsets: torch.Tensor
     rows: torch.Tensor
+    code: torch.Tensor  # int64 without dimensions: 0 if all tokens fit on all ranks
 
 
 def place(ids: torch.Tensor, rank: int, problem: Problem, bound: int, alignment: int) -> Placed:
@@ -99,60 +99,49 @@ def place(ids: torch.Tensor, rank: int, problem: Problem, bound: int, alignment:
         ids: topk_ids of every rank, [n, T, K].
         rank: whose experts.
         problem: of the call.
-        bound: rows of an expert if `padded`, of all experts if `contiguous`.
+        bound: rows of an expert if `padded`, of all experts of a rank if `contiguous`.
         alignment: of experts, if `contiguous`.
     """
     import torch
 
-    local = sizes_of(problem).local
-    key = ids.reshape(-1).long() - rank * local
-    own = (key >= 0) & (key < local)
-    key = torch.where(own, key, local)
+    local, experts = sizes_of(problem).local, sizes_of(problem).experts
+    flat = ids.reshape(-1).long()
+    named = (flat >= 0) & (flat < experts)
+    key = torch.where(named, flat, experts)
     order = torch.argsort(key, stable=True)
-    totals = torch.zeros(local + 1, dtype=torch.int64, device=ids.device).scatter_add_(0, key, torch.ones_like(key))
-    begins = totals.cumsum(0) - totals
+    totals = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device).scatter_add_(0, key, torch.ones_like(key))
     position = torch.empty_like(key)
-    position[order] = torch.arange(len(key), device=ids.device) - begins[key[order]]
-    offsets = offsets_of(totals[:local], problem, bound, alignment)
-    row = offsets[key.clamp(max=local - 1)] + position
-    fits = own & (position < bound if problem.layout == "padded" else row < bound)
-    rows = torch.where(fits, row, torch.where(own, NO_ROOM, NOT_HERE)).view(ids.shape).int()
-    return Placed(totals[:local].int(), offsets.int(), rows)
+    position[order] = torch.arange(len(key), device=ids.device) - (totals.cumsum(0) - totals)[key[order]]
+    counts = totals[:experts]
+    offsets = offsets_of(counts.view(-1, local), problem, bound, alignment)
+    begins = offsets[:, :-1].reshape(-1)
+    limits = begins + bound if problem.layout == "padded" else torch.full_like(begins, bound)
+    row, of_expert = begins[key.clamp(max=experts - 1)] + position, limits[key.clamp(max=experts - 1)]
+    rows = torch.where(row < of_expert, row, NO_ROOM).where(named & (flat // local == rank), NOT_HERE)
+    over = (counts > 0) & (begins + counts > limits)
+    first, wrong = over.int().argmax(), (~named & (flat != -1)).sum()
+    code = torch.where(over.any(), ((first + 1) << _COUNT_BITS) | counts[first], 0)
+    own = slice(rank * local, (rank + 1) * local)
+    return Placed(
+        counts[own].int(), offsets[rank].int(), rows.view(ids.shape).int(), torch.where(wrong > 0, -wrong, code)
+    )
 
 
 def offsets_of(counts: torch.Tensor, problem: Problem, bound: int, alignment: int) -> torch.Tensor:
-    """First row of every expert of a rank, and the row behind the last one, in int64."""
+    """From counts [..., E/n] the first row of every expert of a rank, and the row behind the last one, in int64."""
     import torch
 
-    ends = torch.arange(1, len(counts) + 1, device=counts.device) * bound
+    aligned = torch.full_like(counts, bound, dtype=torch.int64)
     if problem.layout != "padded":
-        ends = ((counts + alignment - 1) // alignment * alignment).cumsum(0)
-    return torch.nn.functional.pad(ends, (1, 0))
-
-
-def overflow_code(ids: torch.Tensor, problem: Problem, bound: int, alignment: int) -> torch.Tensor:
-    """What `Overflow` keeps of a call, int64 without dimensions: 0 if all tokens fit; never waits for the device."""
-    import torch
-
-    n, experts = problem.world_size, sizes_of(problem).experts
-    flat = ids.reshape(-1).long()
-    named = (flat >= 0) & (flat < experts)
-    totals = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
-    counts = totals.scatter_add_(0, torch.where(named, flat, experts), torch.ones_like(flat))[:experts]
-    used = counts.view(n, -1)
-    begins = torch.stack([offsets_of(part, problem, bound, alignment)[:-1] for part in used]).view(-1)
-    over = (counts > bound) if problem.layout == "padded" else (counts > 0) & (begins + counts > bound)
-    first = over.int().argmax()
-    wrong = (~named & (flat != -1)).sum()
-    code = torch.where(over.any(), ((first + 1) << _COUNT_BITS) | counts[first], 0)
-    return torch.where(wrong > 0, -wrong, code)
+        aligned = (counts.long() + alignment - 1) // alignment * alignment
+    return torch.nn.functional.pad(aligned.cumsum(-1), (1, 0))
 
 
 class Overflow:
     """The last overflow of a group that has not been raised yet.
 
     Attributes:
-        cell: a code (`overflow_code`) and the bound that was exceeded, int64: first as kernels write them, then as
+        cell: a code (`Placed.code`) and the bound that was exceeded, int64: first as kernels write them, then as
             `note` does.
     """
 
@@ -225,35 +214,24 @@ def quantised(x: torch.Tensor, scaling: str) -> tuple[torch.Tensor, torch.Tensor
     return to_e4m3(groups / scales.unsqueeze(-1)).flatten(-2), scales
 
 
-def wire_rows(x: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(tokens, scales) as they are sent, the tokens as bytes [T, row bytes]."""
+def wire_rows(x: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Tokens as they are sent, as bytes: the row, then its scales."""
     import torch
 
     if problem.scaling:
         x, scales = quantised(x, problem.scaling)
-        return x.view(torch.uint8), scales
-    return x.contiguous().view(torch.uint8).view(x.shape[0], -1), None
+        return torch.cat([x.view(torch.uint8), scales.view(torch.uint8)], 1)
+    return x.contiguous().view(torch.uint8).view(x.shape[0], -1)
 
 
-def scatter_rows(rows: torch.Tensor, values: torch.Tensor, target: torch.Tensor) -> None:
-    """target[rows[i, k]] = values[i] where rows[i, k] is not −1, of rows of bytes; never waits for the device."""
+def sources_of(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """For each of `count` rows the token that stands there (its place in `rows` [tokens, K]), or −1."""
     import torch
 
-    count = len(target)
-    where = torch.where(rows < 0, count, rows).long().reshape(-1)
     source = torch.full((count + 1,), -1, device=rows.device)
-    source[where] = torch.arange(len(values), device=rows.device).repeat_interleave(rows[0].numel())
-    source = source[:count]
-    target.copy_(torch.where((source >= 0).unsqueeze(-1), values[source.clamp(min=0)], target))
-
-
-def used_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """A mask [count] of the rows that hold a token; never waits for the device."""
-    import torch
-
-    used = torch.zeros(count + 1, dtype=torch.bool, device=rows.device)
-    used[torch.where(rows < 0, count, rows).long().reshape(-1)] = True
-    return used[:count]
+    tokens = torch.arange(len(rows), device=rows.device)
+    source[torch.where(rows < 0, count, rows).long()] = tokens.unsqueeze(1).expand(rows.shape)
+    return source[:count]
 
 
 def weighted_sum(parts: Sequence[torch.Tensor], weights: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -297,6 +275,18 @@ def token_shapes(problem: Problem, capacity: int) -> list[tuple[tuple[int, ...],
     ]
 
 
+def fill_tokens(placed: Placed, wire: torch.Tensor, outputs: tuple[torch.Tensor, ...], problem: Problem) -> None:
+    """Write all ranks' tokens, as they are sent, and their scales where `placed` says; never waits for the device."""
+    import torch
+
+    s = sizes_of(problem)
+    source = sources_of(placed.rows.flatten(0, 1), outputs[0].numel() // max(s.hidden, 1))
+    for output, values in zip(outputs, (wire[:, : s.row_bytes], wire[:, s.row_bytes :]), strict=False):
+        if output.numel() and values.numel():
+            target = output.view(len(source), -1).view(torch.uint8)
+            target.copy_(torch.where((source >= 0).unsqueeze(-1), values[source.clamp(min=0)], target))
+
+
 def dispatched(
     everyone: Sequence[torch.Tensor], ids: torch.Tensor, rank: int, problem: Problem, bound: int, alignment: int
 ) -> tuple[torch.Tensor, ...]:
@@ -304,27 +294,9 @@ def dispatched(
     import torch
 
     placed = place(ids, rank, problem, bound, alignment)
-    (shape, dtype), (scales_shape, _), *_ = token_shapes(problem, bound)
-    tokens, scales = (torch.zeros(shape, dtype=dtype, device=ids.device), torch.zeros(scales_shape, device=ids.device))
-    sent = [wire_rows(x, problem) for x in everyone]
-    fill_tokens(placed, torch.cat([row for row, _ in sent]), [scale for _, scale in sent], (tokens, scales))
-    return tokens, scales, *placed
-
-
-def fill_tokens(
-    placed: Placed, wire: torch.Tensor, scales: Sequence[torch.Tensor | None], outputs: tuple[torch.Tensor, ...]
-) -> None:
-    """Write all ranks' rows, and their scales if they have any, where `placed` says."""
-    import torch
-
-    rows, tokens = placed.rows.flatten(0, 1), outputs[0]
-    if not wire.numel() or not tokens.numel():
-        return
-    scatter_rows(rows, wire, tokens.view(-1, tokens.shape[-1]).view(torch.uint8))
-    if scales[0] is not None:
-        found = torch.cat([scale for scale in scales if scale is not None])
-        flat = outputs[1].view(-1, found.shape[-1])
-        scatter_rows(rows, found, flat)
+    made = tuple(torch.zeros(size, dtype=dtype, device=ids.device) for size, dtype in token_shapes(problem, bound)[:2])
+    fill_tokens(placed, torch.cat([wire_rows(x, problem) for x in everyone]), made, problem)
+    return *made, *placed[:3]
 
 
 def _sample_bound(problem: Problem) -> int:
@@ -353,12 +325,6 @@ def _sample_ids(problem: Problem, rank: int, seed: int, kind: str, device: Any) 
         first[:, 0] = hot
         rest[torch.rand(rest.shape, generator=generator, device=device) < 0.125] = -1
     return ids.contiguous()
-
-
-def _everyones_ids(problem: Problem, seed: int, kind: str, device: Any) -> torch.Tensor:
-    import torch
-
-    return torch.stack([_sample_ids(problem, peer, seed, kind, device) for peer in range(problem.world_size)])
 
 
 def _dispatch_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor, ...]:
@@ -396,7 +362,7 @@ def _clear_dispatched(
         return inputs, outputs
     tokens, scales, counts, offsets, rows = outputs
     s = sizes_of(problem)
-    used = used_rows(rows, tokens.numel() // s.hidden)
+    used = sources_of(rows.flatten(0, 1), tokens.numel() // s.hidden) >= 0
     return inputs, (_cleared(tokens, used), _cleared(scales, used), counts, offsets, rows)
 
 
@@ -415,12 +381,12 @@ def _combine_inputs(problem: Problem, rank: int, seed: int, kind: str, device: A
     """Results of the experts, weights, ids and rows; NaN in rows that hold no token."""
     import torch
 
-    s, ids = sizes_of(problem), _everyones_ids(problem, seed, kind, device)
-    bound = _sample_bound(problem)
+    s, bound = sizes_of(problem), _sample_bound(problem)
+    ids = torch.stack([_sample_ids(problem, peer, seed, kind, device) for peer in range(problem.world_size)])
     rows = place(ids, rank, problem, bound, ALIGNMENT).rows
     generator = generator_of(rank, seed, device)
     results = draw((bound, s.hidden), problem.dtype, generator, kind)
-    results[~used_rows(rows, bound)] = float("nan")
+    results[sources_of(rows.flatten(0, 1), bound) < 0] = float("nan")
     # Whole numbers of which 8, weighted, sum up without rounding.
     weights = torch.rand(s.tokens, s.topk, generator=generator, device=device)
     return results, (weights * 2).floor() if kind == "integers" else weights, ids[rank], rows
@@ -433,33 +399,26 @@ def _combine_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
     return (torch.empty(s.tokens, s.hidden, dtype=getattr(torch, problem.dtype), device=device),)
 
 
-def _parts(inputs: Sequence[tuple[Any, ...]], rank: int, dtype: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The experts' results for a rank's tokens by k, in `dtype`, and which of them there are."""
+def _combined(inputs: Sequence[tuple[Any, ...]], rank: int, dtype: Any) -> tuple[torch.Tensor]:
+    """The weighted sum of a rank's tokens, of results in `dtype`."""
     import torch
 
-    topk = inputs[rank][1].shape[1]
-    valid = torch.stack([given[3][rank] >= 0 for given in inputs])
-    parts = []
-    for k in range(topk):
-        part = torch.zeros(0, dtype=dtype)
-        for peer, given in enumerate(inputs):
-            taken = given[0][given[3][rank, :, k].long().clamp(min=0)].to(dtype)
-            here = valid[peer, :, k, None]
-            part = taken.where(here, taken.new_zeros(())) if peer == 0 else torch.where(here, taken, part)
-        parts.append(part)
-    return parts, valid.any(0)
+    rows = torch.stack([given[3][rank] for given in inputs])
+    parts = [torch.zeros(rows.shape[1], inputs[rank][0].shape[1], dtype=dtype) for _ in range(rows.shape[2])]
+    for k, part in enumerate(parts):
+        for (results, *_), places in zip(inputs, rows[:, :, k].long(), strict=True):
+            part[places >= 0] = results[places[places >= 0]].to(dtype)
+    return (weighted_sum(parts, inputs[rank][1], (rows >= 0).any(0)),)
 
 
 def _combine_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
     import torch
 
-    parts, valid = _parts(inputs, rank, torch.float64)
-    return (weighted_sum(parts, inputs[rank][1], valid),)
+    return _combined(inputs, rank, torch.float64)
 
 
 def _combine_exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    parts, valid = _parts(inputs, rank, inputs[rank][0].dtype)
-    return (weighted_sum(parts, inputs[rank][1], valid),)
+    return _combined(inputs, rank, inputs[rank][0].dtype)
 
 
 def _clear_combined(
@@ -469,7 +428,8 @@ def _clear_combined(
     if not inputs:
         return inputs, outputs
     results, *rest = inputs
-    return (_cleared(results, used_rows(rest[2], results.numel() // sizes_of(problem).hidden)), *rest), outputs
+    used = sources_of(rest[2].flatten(0, 1), results.numel() // sizes_of(problem).hidden) >= 0
+    return (_cleared(results, used), *rest), outputs
 
 
 def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
@@ -537,21 +497,6 @@ EP_COMBINE = register_op(
 )
 
 
-class ExpertVariant(KernelVariant):
-    """A variant of either op that launches kernels over whole packets of tokens."""
-
-    def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        if reason := refuse_kernels(problem, limits, SUM_DTYPES, ("", "sum")):
-            return reason
-        s = sizes_of(problem)
-        if s.row_bytes % PACKET_BYTES or s.experts % problem.world_size:
-            return f"kernels move tokens of whole packets of {PACKET_BYTES} bytes, not of {s.row_bytes} bytes"
-        return None
-
-    def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return refuse_residence(config, limits)
-
-
 class DispatchLibrary(LibraryVariant, registered=True):
     """all_to_all_single of the tokens, and their places in PyTorch; never waits for the device. Graph-safe on NCCL.
 
@@ -568,24 +513,20 @@ class DispatchLibrary(LibraryVariant, registered=True):
         n, rank, group = problem.world_size, dist.get_rank(workspace.group), workspace.group
         gather, exchange, overflow = all_gather_single(), dist.all_to_all_single, Overflow.of(group, workspace.device)
 
-        def moved(values: torch.Tensor) -> torch.Tensor:
-            sent = values.expand(n, *values.shape).contiguous()
-            got = torch.empty_like(sent)
-            exchange(got, sent, group=group)
-            return got.flatten(0, 1)
-
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             x, own, *rest = inputs
             alignment, bound = int(rest[0]) if rest else ALIGNMENT, bound_of(problem, outputs[0])
             ids = own.new_empty((n * len(own), *own.shape[1:]))
             gather(ids, own.contiguous(), group=group)
             ids = ids.view(n, *own.shape)
-            overflow.note(overflow_code(ids, problem, bound, alignment), bound, workspace)
             placed = place(ids, rank, problem, bound, alignment)
-            wire, scales = wire_rows(x, problem)
-            got = None if scales is None else moved(scales)
-            fill_tokens(placed, moved(wire), [got], outputs)
-            for output, values in zip(outputs[2:], placed, strict=True):
+            overflow.note(placed.code, bound, workspace)
+            wire = wire_rows(x, problem)
+            sent = wire.expand(n, *wire.shape).contiguous()
+            got = torch.empty_like(sent)
+            exchange(got, sent, group=group)
+            fill_tokens(placed, got.flatten(0, 1), outputs, problem)
+            for output, values in zip(outputs[2:], placed[:3], strict=True):
                 output.copy_(values)
 
         return run

@@ -22,19 +22,31 @@ Numerics: ordered. Graph-safe. Source: own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce_rms_norm.rows import _narrow_e4m3, _store_words
-from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels, refuse_residence
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.packets import PACKET_BYTES, narrow, packets_of, store_bytes, widen
-from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, Workspace, lane_arguments
-from tunedcomm.kernels.moe.op import ALIGNMENT, GROUP, ExpertVariant, Overflow, bound_of, sizes_of
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    arm,
+    escape,
+    has_escape,
+    narrow,
+    packets_of,
+    sentinel_mask_of,
+    store_bytes,
+    widen,
+)
+from tunedcomm.kernels.common.reference import SUM_DTYPES
+from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets, store_word
+from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, lane_arguments
+from tunedcomm.kernels.moe.op import ALIGNMENT, GROUP, Overflow, bound_of, sizes_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
@@ -164,6 +176,12 @@ def place_of(
 
 
 @triton.jit
+def narrow_pair(low, high, scale):
+    """Two quotients, each rounded, as two e4m3 in the low half of a word."""
+    return _narrow_e4m3(tl.div_rn(low, scale), tl.div_rn(high, scale))
+
+
+@triton.jit
 def quantise_kernel(
     x, wire, tokens, row_packets, wire_bytes,
     DTYPE: tl.constexpr, PACKETS: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr,
@@ -174,32 +192,27 @@ def quantise_kernel(
     BYTES: tl.constexpr = 4 if DTYPE == "float32" else 8
     group = tl.arange(0, GROUPS)
     for token in tl.range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0).to(tl.int64)):
-        w0, w1, w2, w3 = load_packets(x + (token * row_packets + packet) * 16, mask)
-        a0, b0 = widen(w0, DTYPE)
-        a1, b1 = widen(w1, DTYPE)
-        a2, b2 = widen(w2, DTYPE)
-        a3, b3 = widen(w3, DTYPE)
-        most = tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3)))
-        if DTYPE != "float32":
-            more = tl.maximum(tl.maximum(tl.abs(b0), tl.abs(b1)), tl.maximum(tl.abs(b2), tl.abs(b3)))
-            most = tl.maximum(most, more)
-        grouped = tl.reshape(most, (GROUPS, PACKETS // GROUPS))
-        most = tl.max(grouped, axis=1)
+        words = load_packets(x + (token * row_packets + packet) * 16, mask)
+        most = tl.zeros((PACKETS,), tl.float32)
+        e = ()
+        for w in tl.static_range(4):
+            low, high = widen(words[w], DTYPE)
+            most = tl.maximum(most, tl.abs(low))
+            e = e + (low,)  # type: ignore[assignment]
+            if DTYPE != "float32":
+                most = tl.maximum(most, tl.abs(high))
+                e = e + (high,)  # type: ignore[assignment]
+        most = tl.max(tl.reshape(most, (GROUPS, PACKETS // GROUPS)), axis=1)
         scale = tl.where(most > 0, tl.div_rn(most, tl.full((GROUPS,), _E4M3_MAX, tl.float32)), 1.0)
         out = wire + token * wire_bytes
         at = (out + row_packets * BYTES + group * 4).to(tl.pointer_type(tl.float32))
         tl.store(at, scale, mask=group < SCALES)
         each = tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, PACKETS // GROUPS)), (PACKETS,))
-        if DTYPE == "float32":
-            low = _narrow_e4m3(tl.div_rn(a0, each), tl.div_rn(a1, each))
-            word = low | (_narrow_e4m3(tl.div_rn(a2, each), tl.div_rn(a3, each)) << 16)
-            _store_words(out + packet * 4, word, word, mask, 1)
-        else:
-            low = _narrow_e4m3(tl.div_rn(a0, each), tl.div_rn(b0, each))
-            low |= _narrow_e4m3(tl.div_rn(a1, each), tl.div_rn(b1, each)) << 16
-            high = _narrow_e4m3(tl.div_rn(a2, each), tl.div_rn(b2, each))
-            high |= _narrow_e4m3(tl.div_rn(a3, each), tl.div_rn(b3, each)) << 16
-            _store_words(out + packet * 8, low, high, mask, 2)
+        first = narrow_pair(e[0], e[1], each) | (narrow_pair(e[2], e[3], each) << 16)  # type: ignore[misc]
+        second = first
+        if DTYPE != "float32":
+            second = narrow_pair(e[4], e[5], each) | (narrow_pair(e[6], e[7], each) << 16)  # type: ignore[misc]
+        _store_words(out + packet * BYTES, first, second, mask, BYTES // 4)
 
 
 @triton.jit
@@ -291,31 +304,50 @@ def fill_table(
 
 
 @triton.jit
+def send_words(address, words, mask):
+    """`store_word` for tensors that several warps hold: Triton stores each element once, and .wt is as relaxed.sys."""
+    if INTERPRET:
+        mask = as_mask(mask)
+    tl.store(address.to(tl.pointer_type(tl.int32)), words, mask=mask, cache_modifier=".wt")
+
+
+@triton.jit
 def send_token(
-    token, source, ids, id_words, tokens, counted, local, peers, rank, places, place_at, wire_packets, part,
+    token, source, ids, id_words, tokens, counted, peers, rank, own_places, places, place_at, mask_at, wire_packets,
+    part,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, COUNTED: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    POLLED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tell all ranks the places of a token, and push it to those that have experts of it, at `place_at`."""
+    """Tell all ranks the places of a token, and push it to those that have experts of it, at `place_at`.
+
+    POLLED: peers poll for both. Parts of a token then have places of their own, and the packets, escaped, have masks.
+    """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     k = tl.arange(0, power_above(TOPK))
     experts, before = place_of(ids, id_words, tokens, token, counted, TOPK, EXPERTS, COUNTED)
     owner = tl.where((experts >= 0) & (experts < EXPERTS), experts // LOCAL, -1)
     place = before * LOCAL + experts % LOCAL
-    at = (rank * tokens + token) * power_above(TOPK) + k
-    store_words(local + places, at, tl.where(owner == rank, place, -1), k < TOPK)
+    copy = rank * SPLIT + part if POLLED else rank
+    at = (copy * tokens + token) * power_above(TOPK) + k
+    store_words(own_places, at, tl.where(owner == rank, place, -1), k < TOPK)
     goes = ()
     for i in tl.static_range(WORLD_SIZE - 1):
         theirs = owner == (rank + 1 + i) % WORLD_SIZE
-        store_words(peers[i] + places, at, tl.where(theirs, place, -1), k < TOPK)
+        send_words(peers[i] + places + at * 4, tl.where(theirs, place, -1), k < TOPK)
         goes = goes + (tl.max(theirs.to(tl.int32), axis=0),)  # type: ignore[assignment]
     threads = tl.arange(0, BLOCK)
     for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
         packet = start + threads
         here = packet < wire_packets
         w0, w1, w2, w3 = load_packets(source + packet * 16, here)
+        sentinels = sentinel_mask_of(w0, w1, w2, w3)
+        if POLLED:
+            w0, w1, w2, w3 = escape(w0), escape(w1), escape(w2), escape(w3)
+        escaped = here & has_escape(w0, w1, w2, w3)
         for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + place_at + packet * 16, w0, w1, w2, w3, here & (goes[i] > 0))
+            store_packets(peers[i] + place_at + packet * 16, w0, w1, w2, w3, here & (goes[i] > 0), REMOTE=POLLED)
+            if POLLED:
+                store_word(peers[i] + mask_at + packet * 4, sentinels, escaped & (goes[i] > 0))
 
 
 @triton.jit
@@ -351,12 +383,12 @@ def write_token(out, scales, targets, packet, words, here, row_packets, TOPK: tl
 
 
 @triton.jit
-def is_any_here(targets, TOPK: tl.constexpr):
-    """True if one of the rows is."""
-    most = targets[0]
+def is_sent(targets, TOPK: tl.constexpr):
+    """True if the token came here, for one of its experts at least, be there room or not."""
+    sent = targets[0] != -1
     for i in tl.static_range(1, TOPK):
-        most = tl.maximum(most, targets[i])
-    return most >= 0
+        sent = sent | (targets[i] != -1)
+    return sent
 
 
 @triton.jit
@@ -399,9 +431,9 @@ def dispatch_kernel(
             lap = (c - c % ring) * span
             for token in tl.range(c * span + lane, tl.minimum(tokens, (c + 1) * span), lanes):
                 send_token(
-                    token, x + token * wire_bytes, ids, id_words, tokens, counted, local, peers, rank, places,
-                    data + rank * slot + (token - lap) * wire_bytes, wire_packets, part,
-                    WORLD_SIZE, TOPK, EXPERTS, COUNTED, SPLIT, BLOCK,
+                    token, x + token * wire_bytes, ids, id_words, tokens, counted, peers, rank, local + places, places,
+                    data + rank * slot + (token - lap) * wire_bytes, 0, wire_packets, part,
+                    WORLD_SIZE, TOPK, EXPERTS, COUNTED, False, SPLIT, BLOCK,
                 )  # fmt: skip
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
         if c >= 1:
@@ -424,7 +456,7 @@ def dispatch_kernel(
                     )  # fmt: skip
                     come = local + data + r * slot + (placed - behind) * wire_bytes
                     source = tl.where(r == rank, x + placed * wire_bytes, come)
-                    wanted = is_any_here(targets, TOPK)
+                    wanted = is_sent(targets, TOPK)
                     for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
                         packet = start + threads
                         here = (packet < wire_packets) & wanted
@@ -463,8 +495,23 @@ def load_weight(weights, index):
 
 
 @triton.jit
-def push_results(results, rows, place, row_bytes, packet, here, TOPK: tl.constexpr):
-    """Push packets of the results for a token of another rank to `place`, where there are any; `rows` are its rows."""
+def send_results(
+    token, results, rows, tokens, peers, rank, place, row_packets, part,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, POLLED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push the results for a token of every other rank to `place` there; POLLED: without the sentinel."""
+    for i in tl.static_range(WORLD_SIZE - 1):
+        asked = rows + ((rank + 1 + i) % WORLD_SIZE * tokens + token) * (TOPK * 4)
+        for start in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
+            packet = start + tl.arange(0, BLOCK)
+            push_results(
+                results, asked, peers[i] + place, row_packets * 16, packet, packet < row_packets, TOPK, POLLED
+            )  # fmt: skip
+
+
+@triton.jit
+def push_results(results, rows, place, row_bytes, packet, here, TOPK: tl.constexpr, POLLED: tl.constexpr):
+    """Push packets of the results for a token with the rows `rows` to `place`, where there are any."""
     found = ()
     for k in tl.static_range(TOPK):
         found = found + (load_word(rows, k).to(tl.int64),)  # type: ignore[assignment]
@@ -474,7 +521,28 @@ def push_results(results, rows, place, row_bytes, packet, here, TOPK: tl.constex
         words = words + load_packets(source, here & (found[k] >= 0))
     for k in tl.static_range(TOPK):
         w0, w1, w2, w3 = words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]  # type: ignore[var-annotated]
-        store_packets(place + k * row_bytes + packet * 16, w0, w1, w2, w3, here & (found[k] != -1))
+        if POLLED:
+            w0, w1, w2, w3 = arm(w0), arm(w1), arm(w2), arm(w3)
+        store_packets(place + k * row_bytes + packet * 16, w0, w1, w2, w3, here & (found[k] != -1), REMOTE=POLLED)
+
+
+@triton.jit
+def parts_of_sum(results, weights, ids, rows, id_words, at, come, row_bytes, TOPK: tl.constexpr):
+    """What is summed for the token with the first id `at`, by k.
+
+    Returns addresses (those of other ranks' results stand from `come` on), weights, which experts are named, of which
+    of them there is a result, and the expert where the result is another rank's, else -1.
+    """
+    sources, weight, valid, there, remote = (), (), (), (), ()
+    for k in tl.static_range(TOPK):
+        own = load_word(rows, k).to(tl.int64)
+        expert = load_word(ids, (at + k) * id_words)
+        sources = sources + (tl.where(own >= 0, results + own * row_bytes, come + k * row_bytes),)  # type: ignore[assignment]
+        weight = weight + (load_weight(weights, at + k),)  # type: ignore[assignment]
+        valid = valid + (expert >= 0,)  # type: ignore[assignment]
+        there = there + ((expert >= 0) & (own != -2),)  # type: ignore[assignment]
+        remote = remote + (tl.where(own == -1, expert, -1),)  # type: ignore[assignment]
+    return sources, weight, valid, there, remote
 
 
 @triton.jit
@@ -499,27 +567,20 @@ def combine_kernel(
         if c < num_chunks:
             lap = (c - c % ring) * span
             for token in tl.range(c * span + lane, tl.minimum(tokens, (c + 1) * span), lanes):
-                for i in tl.static_range(WORLD_SIZE - 1):
-                    asked = rows + ((rank + 1 + i) % WORLD_SIZE * tokens + token) * (TOPK * 4)
-                    place = peers[i] + gather + (token - lap) * TOPK * row_bytes
-                    for start in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
-                        packet = start + threads
-                        push_results(results, asked, place, row_bytes, packet, packet < row_packets, TOPK)
+                send_results(
+                    token, results, rows, tokens, peers, rank, gather + (token - lap) * TOPK * row_bytes, row_packets,
+                    part, WORLD_SIZE, TOPK, False, SPLIT, BLOCK,
+                )  # fmt: skip
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
         if c >= 1:
             d = c - 1
             behind = (d - d % ring) * span
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
             for summed in tl.range(d * span + lane, tl.minimum(tokens, (d + 1) * span), lanes):
-                sources, weight, valid, there = (), (), (), ()
-                for k in tl.static_range(TOPK):
-                    own = load_word(rows, (rank * tokens + summed) * TOPK + k).to(tl.int64)
-                    come = local + gather + ((summed - behind) * TOPK + k) * row_bytes
-                    is_valid = load_word(ids, (summed * TOPK + k) * id_words) >= 0
-                    sources = sources + (tl.where(own >= 0, results + own * row_bytes, come),)  # type: ignore[assignment]
-                    weight = weight + (load_weight(weights, summed * TOPK + k),)  # type: ignore[assignment]
-                    valid = valid + (is_valid,)  # type: ignore[assignment]
-                    there = there + (is_valid & (own != -2),)  # type: ignore[assignment]
+                sources, weight, valid, there, _ = parts_of_sum(
+                    results, weights, ids, rows + (rank * tokens + summed) * (TOPK * 4), id_words, summed * TOPK,
+                    local + gather + (summed - behind) * TOPK * row_bytes, row_bytes, TOPK,
+                )  # fmt: skip
                 for begin in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
                     at = begin + threads
                     words = ()
@@ -552,13 +613,8 @@ GRID: Mapping[str, Axis] = {
 }
 
 
-class GridVariant(ExpertVariant):
-    """A variant whose grid shares out tokens among lanes of blocks, and the packets of a token among a lane's blocks.
-
-    Attributes:
-        areas: of the workspace and the config, the kernel's arguments behind `status`.
-        most_lanes: tokens at once to try first, at most.
-    """
+class GridVariant(KernelVariant):
+    """A variant whose grid shares out tokens among lanes of blocks, and a token's packets among those of a lane."""
 
     areas = ("gather", "num_chunks")
     host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 1, "split": 1}
@@ -578,6 +634,14 @@ class GridVariant(ExpertVariant):
     def room(self, limits: Limits) -> int:
         return limits.staging_bytes
 
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        if reason := refuse_kernels(problem, limits, SUM_DTYPES, ("", "sum")):
+            return reason
+        s = sizes_of(problem)
+        if s.row_bytes % PACKET_BYTES or s.experts % problem.world_size:
+            return f"kernels move tokens of whole packets of {PACKET_BYTES} bytes, not of {s.row_bytes} bytes"
+        return None
+
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         blocks, split, threads = int(config["num_blocks"]), int(config["split"]), 32 * int(config["num_warps"])
         chunks, tokens = int(config.get("num_chunks", 1)), problem.shape[0]
@@ -592,6 +656,9 @@ class GridVariant(ExpertVariant):
         if limits.backend == "cuda" and self.num_rounds(problem, config) > 1024:
             return f"{tokens} tokens need more than 1024 rounds of {blocks} blocks"
         return None
+
+    def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return refuse_residence(config, limits)
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         lanes = max(int(config["num_blocks"]) // int(config["split"]), 1)
@@ -726,6 +793,10 @@ class CombineVariant(GridVariant):
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "DTYPE": problem.dtype}
+
+    def request(self, problem: Problem, config: Config) -> CompileRequest:
+        # Without a bound ptxas aims at 128 registers, too, but spills some of them.
+        return replace(super().request(problem, config), max_registers=128)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         s, overflow = sizes_of(problem), Overflow.of(workspace.group, workspace.device)
