@@ -27,9 +27,9 @@ AREAS = {
     "dispatch": [
         "multirank/test_dispatch.py", "multirank/test_agreement.py", "multirank/test_checks.py",
         "multirank/test_miss_counts.py", "multirank/test_communicator.py",
-        "multirank/test_lost_peer.py", "multirank/test_bad_input.py", "unit/test_misses.py", "unit/test_db_misses.py",
+        "multirank/test_lost_peer.py", "multirank/test_bad_input.py", "unit/test_db_misses.py",
     ],
-    "db": ["unit/test_db_*.py", "unit/test_manifest*.py", "unit/test_transfer*.py"],
+    "db": ["unit/test_db_*.py"],
     "tuner": ["unit/test_tuner_*.py", "multirank/test_tuner_faults.py", "multirank/test_verify.py"],
     "ops": [
         "multirank/test_bad_input.py", "multirank/test_fast_calls.py", "multirank/test_dispatch.py",

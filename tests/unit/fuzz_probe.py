@@ -1,6 +1,6 @@
 """Reads a spoilt database in every way in which tunedcomm reads one, and says what is not as promised.
 
-python tests/unit/fuzz_probe.py --cases 10000 --out bench/results/db/db_fuzz.csv
+python tests/unit/fuzz_probe.py --cases 10000
 
 Promised is: a snapshot is always had; whatever else fails does so with an error of `tunedcomm.errors`; a decision is
 the library, or a candidate that passes the check; the command line ends with 0, 1 or 2 and without a traceback; nothing
@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
+import functools
 import hashlib
-import io
 import json
 import logging
 import multiprocessing
 import os
 import pickle
-import queue
 import random
-import shlex
 import shutil
 import sqlite3
 import sys
@@ -29,18 +26,16 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from datetime import datetime, timezone
-from importlib.metadata import version
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from fuzz_base import HERE, WORLD_SIZE, Base, bases, problems, record
-from fuzz_files import spoil
+from cli_samples import run
+from db_samples import H200
+from fuzz_files import WORLD_SIZE, Base, bases, problems, record, spoil
 
 from tunedcomm import kernels
-from tunedcomm.cli import main as command_line
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import decide, source_hash_of
@@ -50,30 +45,9 @@ from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate
 from tunedcomm.symm.layout import limits_for
 
-__all__ = ["Case", "Result", "cases", "probe", "run_case"]
-
-COLUMNS = {
-    "kind": "what was spoilt; see tests/unit/fuzz_files.py",
-    "cases": "databases",
-    "read": "of these, opened and read to the end",
-    "refused": "left out with a named error",
-    "answered": "of those read, with at least one decision that rests on a row of theirs",
-    "errors": "the named errors, with how often each was met",
-    "broken": "cases in which a promise was broken",
-    "crashed": "cases that ended their process",
-    "slowest_s": "the slowest case, all readings together",
-    "seconds": "of all cases together",
-    "first": "number of the first case of the run",
-    "last": "of the last one",
-    "python": "version, as the next two",
-    "sqlite": "",
-    "sqlalchemy": "",
-    "command": "",
-    "date": "UTC",
-}
-LIMITS = limits_for(HERE, WORLD_SIZE)
+LIMITS = limits_for(H200, WORLD_SIZE)
 MOST_SECONDS = 60.0  # of some thirty readings, on a machine with other things to do
-DIGEST = HERE.digest[:10]
+DIGEST = H200.digest[:10]
 
 
 @dataclass
@@ -81,9 +55,11 @@ class Case:
     """One spoilt database and what was found."""
 
     path: Path
-    errors: list[str]
-    broken: list[str]
+    errors: set[str] = field(default_factory=set)
+    broken: list[str] = field(default_factory=list)
     answered: bool = False
+    kind: str = ""
+    seconds: float = 0.0
 
     @contextlib.contextmanager
     def promised(self, what: str, *allowed: type[BaseException]) -> Iterator[None]:
@@ -91,24 +67,12 @@ class Case:
         try:
             yield
         except allowed as error:
-            self.errors.append(type(error).__name__)
+            self.errors.add(type(error).__name__)
             text = str(error)
             if len(text) > 5000 or not text.isprintable():
                 self.broken.append(f"{what}: {type(error).__name__} says {text[:200]!r} in {len(text)} characters")
         except BaseException:  # noqa: BLE001 - that is what is looked for
             self.broken.append(f"{what}: {traceback.format_exc()[-3000:]}")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of one case."""
-
-    number: int
-    kind: str
-    errors: tuple[str, ...]
-    broken: tuple[str, ...]
-    answered: bool
-    seconds: float
 
 
 def asked() -> list[Problem]:
@@ -150,13 +114,13 @@ def _is_sound(path: Path) -> bool:
 def _dispatch(case: Case) -> None:
     layers = [Layer("user", str(case.path))]
     with case.promised("load_snapshot, strict", DatabaseError):
-        load_snapshot(HERE, WORLD_SIZE, layers=layers, strict=True)
+        load_snapshot(H200, WORLD_SIZE, layers=layers, strict=True)
     with case.promised("load_snapshot"):
-        snapshot = load_snapshot(HERE, WORLD_SIZE, layers=layers)
-        _decide(case, load_snapshot(HERE, WORLD_SIZE, layers=layers, borrow=["H*", "library"]), asked()[0])
+        snapshot = load_snapshot(H200, WORLD_SIZE, layers=layers)
+        _decide(case, load_snapshot(H200, WORLD_SIZE, layers=layers, borrow=["H*", "library"]), asked()[0])
         for problem in asked():
             _decide(case, snapshot, problem)
-            narrow = load_snapshot(HERE, WORLD_SIZE, layers=layers, like=problem)
+            narrow = load_snapshot(H200, WORLD_SIZE, layers=layers, like=problem)
             if decide(problem, narrow, LIMITS) != decide(problem, snapshot, LIMITS) and _is_sound(case.path):
                 case.broken.append(f"another choice for {problem} where only what is like it was read")
         if pickle.loads(pickle.dumps(snapshot)).digest != snapshot.digest:
@@ -165,67 +129,54 @@ def _dispatch(case: Case) -> None:
 
 def _read(case: Case) -> None:
     with case.promised("open", DatabaseError), Database.open(case.path, readonly=True) as database:
-        readings: list[Callable[[], Any]] = [
-            database.trials,
-            database.stats,
-            database.environments,
-            database.problems,
-            database.pins,
-            database.runs,
-            lambda: database.trials(problem=problems()[0], final=True),
-            lambda: database.environments(op="all_reduce", world_size=WORLD_SIZE),
-        ]
-        for reading in readings:
-            with case.promised("read", DatabaseError):
-                reading()
+        for name in ("trials", "stats", "environments", "problems", "pins", "runs"):
+            with case.promised(name, DatabaseError):
+                getattr(database, name)()
+        with case.promised("filters", DatabaseError):
+            database.trials(problem=problems()[0], final=True)
+            database.environments(op="all_reduce", world_size=WORLD_SIZE)
 
 
 def _command(case: Case, *arguments: str) -> None:
     """Run a verb of the command line, to see how it ends and what it says."""
-    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
-    with case.promised(" ".join(arguments)), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = command_line.code_of(list(arguments))
-        out.flush()
-        err.flush()
-        said = out.buffer.getvalue() + err.buffer.getvalue()  # type: ignore[attr-defined]
-        if code not in (0, 1, 2) or b"Traceback" in said:
-            case.broken.append(f"{arguments} ended with {code} and said {said[-300:]!r}")
-        if b"\x1b" in said or b"\x00" in said:
+    with case.promised(" ".join(arguments)):
+        ended = run(*arguments)
+        said = ended.out + ended.err
+        said.encode()  # a lone surrogate, which no terminal takes, raises an error
+        if ended.code not in (0, 1, 2) or "Traceback" in said:
+            case.broken.append(f"{arguments} ended with {ended.code} and said {said[-300:]!r}")
+        if "\x1b" in said or "\x00" in said:
             case.broken.append(f"{arguments} sent control characters to the terminal")
 
 
 def _commands(case: Case) -> None:
-    db = ("--db", str(case.path))
-    one = ("--op", "all_reduce", "--shape", "2048", "--world-size", "4", *db)
-    _command(case, "lookup", *one, "--hardware", DIGEST)
-    _command(case, "explain", *one, "--hardware", DIGEST, "--json")
-    _command(case, "db", "show", *one)
-    _command(case, "db", "list", *db)
+    one = ("--op", "all_reduce", "--shape", "2048", "--world-size", "4")
+    asked = ("--hardware", DIGEST)
+    for verb in (("lookup", *one, *asked), ("explain", *one, *asked, "--json"), ("db", "show", *one), ("db", "list")):
+        _command(case, *verb, "--db", str(case.path))
 
 
 def _keep(case: Case) -> None:
     """What keeps databases in order, ships them and takes them in; of what is changed, a copy."""
-    if not case.path.is_file() or case.path.stat().st_size > 1 << 24:
-        return
     folder = case.path.parent / "kept"
     folder.mkdir()
     path, copy = str(case.path), shutil.copy(case.path, folder)
-    _command(case, "db", "stats", "--db", path)
-    _command(case, "db", "check", "--db", path)
-    _command(case, "db", "export", "--db", path, str(folder / "out.db"), "--json")
-    _command(case, "db", "export", "--db", path, "--format", "jsonl", str(folder / "out.jsonl"), "--json")
-    _command(case, "db", "export", "--db", path, "--format", "nccl-csv", str(folder / "out.csv"), "--json")
-    _command(case, "db", "diff", path, copy)
-    _command(case, "db", "merge", path, "--into", str(folder / "all.db"))
-    _command(case, "db", "import", path, "--db", str(folder / "mine.db"))
-    _command(case, "db", "prune", "--invalid", "--superseded", "--yes", "--db", copy)
-    _command(case, "db", "upgrade", "--db", copy)
+    for form in ("sqlite", "jsonl", "nccl-csv"):
+        _command(case, "db", "export", "--db", path, "--format", form, str(folder / form), "--json")
+    for verb in (
+        f"stats --db {path}",
+        f"check --db {path}",
+        f"diff {path} {copy}",
+        f"merge {path} --into {folder}/all.db",
+        f"import {path} --db {folder}/mine.db",
+        f"prune --invalid --superseded --yes --db {copy}",
+        f"upgrade --db {copy}",
+    ):
+        _command(case, "db", *verb.split())
 
 
 def _write(case: Case) -> None:
     """On a copy with all that lies beside it."""
-    if not case.path.is_file() or case.path.stat().st_size > 1 << 24:
-        return
     folder = case.path.parent / "copy"
     folder.mkdir()
     for file in case.path.parent.glob(f"{case.path.name}*"):
@@ -235,8 +186,8 @@ def _write(case: Case) -> None:
         added = record(problems()[0], "lamport")
         with case.promised("write a run and a pin", DatabaseError):
             database.finish_run(database.start_run(command="fuzz", seed=0, budget="", host="fuzz"))
-            database.pin(added.problem, added.candidate, environment=HERE, reason="")
-            database.unpin(added.problem, environment=HERE)
+            database.pin(added.problem, added.candidate, environment=H200, reason="")
+            database.unpin(added.problem, environment=H200)
         (key,) = database.record([added])
         if [trial.id for trial in database.trials(after_id=key - 1)] != [key] and _is_sound(folder / case.path.name):
             case.broken.append("a trial was recorded and cannot be read")
@@ -250,7 +201,7 @@ def _fingerprint(path: Path) -> str:
 
 def probe(path: Path, *, writing: bool = True, commands: bool = True) -> Case:
     """Read the database at `path` in every way."""
-    case = Case(path, [], [])
+    case = Case(path)
     before = _fingerprint(path)
     _dispatch(case)
     _read(case)
@@ -258,98 +209,51 @@ def probe(path: Path, *, writing: bool = True, commands: bool = True) -> Case:
         _commands(case)
     if before and before != hashlib.sha256(path.read_bytes()).hexdigest():
         case.broken.append("reading changed the file")
-    if writing:
+    if writing and path.is_file() and path.stat().st_size <= 1 << 24:
         _keep(case)
         _write(case)
     return case
 
 
-def run_case(number: int, sound: list[Base]) -> Result:
+@functools.cache
+def _sound() -> list[Base]:
+    logging.disable(logging.CRITICAL)
+    kernels.discover()
+    with tempfile.TemporaryDirectory() as folder:
+        return bases(Path(folder))
+
+
+def run_case(number: int) -> Case:
     """Spoil a database in way `number` and probe it."""
+    sound = _sound()
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
         path = Path(folder) / "tuned.db"
         kind = spoil(number, path, sound)
         case = probe(path, writing=random.Random(number).random() < 0.25)
-    seconds = time.perf_counter() - begin
-    if seconds > MOST_SECONDS:
-        case.broken.append(f"took {seconds:.1f} s")
-    return Result(number, kind, tuple(sorted(set(case.errors))), tuple(case.broken), case.answered, seconds)
+    case.kind, case.seconds = kind, time.perf_counter() - begin
+    if case.seconds > MOST_SECONDS:
+        case.broken.append(f"took {case.seconds:.1f} s")
+    return case
 
 
-def _work(share: int, args: argparse.Namespace, results: Any) -> None:
-    logging.disable(logging.CRITICAL)
-    kernels.discover()
-    with tempfile.TemporaryDirectory() as folder:
-        sound = bases(Path(folder))
-        for number in range(args.first + share, args.first + args.cases, args.jobs):
-            results.put(("begin", share, number))
-            results.put(("end", share, run_case(number, sound)))
-    results.put(("done", share, None))
-
-
-def cases(args: argparse.Namespace) -> Iterator[Result]:
-    """Run them all in processes that may die; who dies has crashed, and another one goes on behind it."""
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    running: dict[int, Any] = {}
-    at: dict[int, int] = {}
-
-    def start(share: int, first: int) -> None:
-        left = argparse.Namespace(first=first - share, cases=args.first + args.cases - first + share, jobs=args.jobs)
-        running[share] = spawn.Process(target=_work, args=(share, left, results), daemon=True)
-        running[share].start()
-
-    for share in range(args.jobs):
-        start(share, args.first + share)
-    while running:
-        try:
-            what, share, value = results.get(timeout=2.0)
-        except queue.Empty:
-            for share, process in list(running.items()):
-                if not process.is_alive():
-                    number = at.get(share, args.first + share)
-                    yield Result(number, "crash", (), (f"the process ended with {process.exitcode}",), False, 0.0)
-                    start(share, number + args.jobs)
-            continue
-        if what == "begin":
-            at[share] = value
-        elif what == "end":
-            yield value
-        else:
-            running.pop(share).join()
-
-
-def summary(found: list[Result], args: argparse.Namespace) -> list[dict[str, object]]:
-    """One row a kind, and one for all."""
-    by_kind: dict[str, list[Result]] = defaultdict(list)
+def summary(found: list[Case]) -> dict[str, dict[str, object]]:
+    """Counts of each kind, and of all."""
+    groups: dict[str, list[Case]] = defaultdict(list)
     for result in found:
-        by_kind[result.kind].append(result)
-    rows = []
-    for kind, group in [*sorted(by_kind.items()), ("all", found)]:
-        errors = Counter(name for result in group for name in result.errors)
-        rows.append(
-            {
-                "kind": kind,
-                "cases": len(group),
-                "read": sum(not result.errors for result in group),
-                "refused": sum(bool(result.errors) for result in group),
-                "answered": sum(result.answered for result in group),
-                "errors": "; ".join(f"{name} {number}" for name, number in errors.most_common()),
-                "broken": sum(bool(result.broken) for result in group),
-                "crashed": sum(result.kind == "crash" for result in group),
-                "slowest_s": f"{max(result.seconds for result in group):.1f}",
-                "seconds": f"{sum(result.seconds for result in group):.0f}",
-                "first": args.first,
-                "last": args.first + args.cases - 1,
-                "python": ".".join(map(str, sys.version_info[:3])),
-                "sqlite": sqlite3.sqlite_version,
-                "sqlalchemy": version("sqlalchemy"),
-                "command": shlex.join(["python", "tests/unit/fuzz_probe.py", *sys.argv[1:]]),
-                "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
-            }
-        )
-    return rows
+        groups[result.kind].append(result)
+        groups["all"].append(result)
+    return {
+        kind: {
+            "cases": len(group),
+            "refused": sum(bool(result.errors) for result in group),
+            "answered": sum(result.answered for result in group),
+            "errors": Counter(name for result in group for name in result.errors),
+            "broken": sum(bool(result.broken) for result in group),
+            "slowest_s": round(max(result.seconds for result in group), 1),
+        }
+        for kind, group in sorted(groups.items())
+    }
 
 
 def main() -> None:
@@ -357,24 +261,17 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--out", type=Path, help="CSV to write")
     args = parser.parse_args()
     found = []
-    for result in cases(args):
-        found.append(result)
-        if len(found) % 500 == 0:
-            sys.stderr.write(f"{len(found)} of {args.cases} cases\n")
-        for text in result.broken:
-            sys.stderr.write(f"case {result.number} ({result.kind}): {text}\n")
-    rows = summary(found, args)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-    sys.stdout.write(json.dumps(rows[-1], indent=2) + "\n")
-    if rows[-1]["broken"] or rows[-1]["cases"] != args.cases:
+    numbers = range(args.first, args.first + args.cases)
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:  # raises if a process dies
+        for number, case in zip(numbers, pool.map(run_case, numbers), strict=True):
+            found.append(case)
+            for text in case.broken:
+                sys.stderr.write(f"case {number} ({case.kind}): {text}\n")
+    counts = summary(found)
+    sys.stdout.write(json.dumps(counts, indent=2) + "\n")
+    if counts["all"]["broken"]:
         sys.exit("a promise was broken")
 
 

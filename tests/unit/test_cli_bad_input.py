@@ -1,4 +1,4 @@
-"""Bad input on the command line: one message that says what was wrong and what to do, exit code 2, nothing begun."""
+"""Bad usage of every verb: one message that says what was wrong, exit code 2, nothing begun and nothing made."""
 
 from __future__ import annotations
 
@@ -9,167 +9,187 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from cli_samples import refused
 
-from tunedcomm.cli import main, options, tune
+from tunedcomm.cli import options
 from tunedcomm.db import store
 from tunedcomm.db.store import Database
+from tunedcomm.metrics import format_bytes
 from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec
 
 
 @pytest.fixture(autouse=True)
-def _no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "num_gpus", lambda: 0)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of GPUs that are found here, none."""
+    found = [0]
+    monkeypatch.setattr(options, "num_gpus", lambda: found[0])
+    return found
 
 
-def refuse(spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None) -> SweepOutcome:
-    raise AssertionError(f"the sweep must not begin: {spec}")
-
-
-def begin_and_store(
-    spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None
-) -> SweepOutcome:
+def begin(spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None) -> SweepOutcome:
+    """Stand in for `sweep`: the first thing that is stored must be refused."""
     database.start_run(command=spec.command, seed=0, budget="", host="here")
-    raise AssertionError("the database must not take it")
+    raise AssertionError("the sweep must not begin")
 
 
-def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said about bad usage."""
-    with pytest.raises(SystemExit) as caught:
-        main.run(arguments.split())
-    shown = capsys.readouterr()
-    assert caught.value.code == 2, shown
-    assert shown.out == ""
-    assert "Traceback" not in shown.err
-    return " ".join(shown.err.split())
+@pytest.fixture(autouse=True)
+def _no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", begin)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ("--op all_reduse", ["unknown op 'all_reduse'; did you mean 'all_reduce'", "The ops are "]),
-        ("--op all_reduce --model lama3-70b", ["unknown model 'lama3-70b'; did you mean 'llama3-70b'", "--shape"]),
-        (
-            "--op all_reduce --variants lamprt",
-            ["no variant 'lamprt'; did you mean 'lamport'", "Its variants are", "doctor"],
-        ),
-        ("--op all_reduce --dtype bf16", ["'bf16' is not a dtype of all_reduce; did you mean 'bfloat16'"]),
-        ("--op all_reduce --reduction mean", ["'mean' is not a reduction of all_reduce", "Allowed: sum, avg"]),
-        ("--op all_reduce --shape 4096*8", ["shape '4096*8' is not of the form", "did you mean '4096x8'"]),
-        ("--op all_reduce --shape 4096x8", ["has 2 extents, a shape of all_reduce has 1", "98304"]),
-        ("--op all_reduce --shape 0", ["'0' has no elements: there is nothing to measure"]),
-        (f"--op all_reduce --shape {10**30}", ["more elements than any memory holds"]),
-        ("--op all_reduce --shpe 8", ["No such option: --shpe", "--shape"]),
-        ("--op all_reduce --backend cuda", ["at least 2 GPUs, this machine has 0", "--backend host"]),
-        ("--op all_reduce --world-size 64", ["64 ranks are more than the 8 that kernels serve"]),
-        ("--op all_reduce --world-size 1", ["--world-size", "2"]),
-        ("--op gemm_rs --shape 4095x512x512", ["M = 4095 of gemm_rs is no multiple of 2 ranks"]),
-        ("--op all_gather --in-place yes", ["all_gather cannot overwrite its input"]),
-        ("--op all_reduce --shape 1024 --seed 99999999999999999999", ["--seed", "less than or equal to"]),
-        ("--op all_reduce --db sqlite://", ["DatabaseAccessError", "give a file's path"]),
-        ("--op all_reduce --db sqlite:///{path}?timeout=5", ["DatabaseAccessError", "give a file's path"]),
-    ],
-)
-def test_tune_says_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    parts: list[str],
+TUNE = [
+    ("--op all_reduse", "did you mean 'all_reduce'"),
+    ("", "--op"),
+    ("--op all_reduce --variants lamprt", "did you mean 'lamport'"),
+    ("--op all_reduce --dtype bf16", "did you mean 'bfloat16'"),
+    ("--op all_reduce --reduction mean", "Allowed: sum, avg"),
+    ("--op all_reduce --shape 4096*8", "did you mean '4096x8'"),
+    ("--op all_reduce --shape 4096x8", "has 2 extents"),
+    ("--op all_reduce --shape 0", "no elements"),
+    (f"--op all_reduce --shape {10**30}", "more elements"),
+    ("--op all_reduce --shpe 8", "--shape"),
+    ("--op all_reduce --backend cuda", "this machine has 0"),
+    ("--op all_reduce --world-size 64", "64 ranks"),
+    ("--op all_reduce --world-size 1", "--world-size"),
+    ("--op all_reduce --budget soon", "'soon'"),
+    ("--op all_reduce --gangs 1.5", "'1.5'"),
+    ("--op all_reduce --gangs 0", "'0'"),
+    ("--op gemm_rs --shape 4095x512x512", "4095"),
+    ("--op all_gather --in-place yes", "cannot overwrite its input"),
+    ("--op all_reduce --shape 1024 --seed 99999999999999999999", "--seed"),
+    ("--op all_reduce --db sqlite://", "DatabaseAccessError"),
+    ("--op all_reduce --db sqlite:///new.db?timeout=5", "DatabaseAccessError"),
+    ("--op all_reduce --db /tmp", "directory"),
+    ("--op all_reduce --model lama3-70b", "did you mean 'llama3-70b'"),
+    ("--op all_reduce --model llama3-8b --shape 4096", "--model or --shape"),
+    ("--op all_reduce --model llama3-8b --tp 2 --world-size 4", "--tp"),
+    ("--op all_reduce --model llama3-8b --tp 1", "--tp"),
+    ("--op all_reduce --model llama3-8b --tokens 0", "'0'"),
+    ("--op all_reduce --model llama3-8b --tokens 1,-8", "'-8'"),
+    ("--op all_reduce --model llama3-8b --tokens many", "'many'"),
+    ("--op all_reduce --tp 4", "needs a model"),
+    ("--op all_reduce --tokens 4", "needs a model"),
+    ("--from-misses --shape 64", "--from-misses"),
+]
+ASKED = "--op all_reduce --shape 8 --world-size 2"
+OTHERS = [
+    ("lookp", "'lookup'"),
+    ("trim", "trim"),
+    ("lookup --op all_reduce", "--shape"),
+    ("lookup --op allreduce --shape 8 --world-size 2", "did you mean 'all_reduce'"),
+    ("lookup --op all_reduce --shape 8 --world-size 0", "--world-size"),
+    ("lookup --op all_reduce --shape wide --world-size 2", "'wide'"),
+    ("lookup --op all_gather --shape 8 --world-size 2 --in-place", "cannot overwrite its input"),
+    (f"explain {ASKED} --dtype fp16", "did you mean 'float16'"),
+    (f"explain {ASKED} --mode lazy", "lazy"),
+    (f"explain {ASKED} --reduction product", "'product'"),
+    ("db pin --op all_gather --shape 8 --world-size 2 --in-place --variant library --reason x", "cannot overwrite"),
+    ("db show --op all_reduce --shape 8x8 --world-size 2", "2 extents"),
+    ("db list --db /nowhere/at/all.db", "does not exist"),
+    ("db prune", "--superseded"),
+    ("db prune --yes", "--superseded"),
+    ("db prune --failed --older-than 999999w", "at most 1000 years"),
+    ("db prune --older-than soon", "'soon'"),
+    ("db prune --older-than -3d", "'-3d'"),
+    ("db verify --tolerance much", "'much'"),
+    ("db verify --tolerance -1%", "'-1%'"),
+    ("db verify --tolerance 200%", "'200%'"),
+    ("db export", "name the file"),
+    ("db export -", "stdout"),
+    ("db export - --format jsonl --json", "not both"),
+    ("db export out.csv --format csv", "'csv'"),
+    ("db export out.db --hardware H200", "nccl-csv"),
+    ("db export --cluster H200!", "cannot name a cluster"),
+    ("db export --cluster h200 --format jsonl", "SQLite"),
+    ("db export --cluster h200 /dev/null", "/dev/null cannot be made"),
+    ("db import", "SRC"),
+    ("db import absent.jsonl", "does not exist"),
+    ("db merge absent.db", "--into"),
+    ("db merge absent.db --into out.db", "does not exist"),
+    ("db diff absent.db", "'B'"),
+    ("db diff absent.db absent.db", "does not exist"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "part"), [*((f"tune {more}", part) for more, part in TUNE), *OTHERS])
+def test_bad_usage_is_named_and_makes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: str, part: str
 ) -> None:
-    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", refuse)
-    said = refused(f"tune {arguments}".format(path=tmp_path / "user.db"), capsys)
-    for part in parts:
-        assert part in said
-    assert not (tmp_path / "user.db").exists(), "no database is made for a sweep that cannot be"
+    monkeypatch.chdir(tmp_path)
+    assert part in refused(*arguments.split())
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["tune", "bench", "demo"])
-def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str) -> None:
-    monkeypatch.setattr(options, "num_gpus", lambda: 4)
-    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", refuse)
-    op = "" if verb == "demo" else "--op all_reduce"
-    assert "8 ranks need 8 GPUs, this machine has 4" in refused(f"{verb} {op} --world-size 8", capsys)
+@pytest.mark.parametrize("verb", ["tune --op all_reduce", "bench --op all_reduce", "demo"])
+def test_more_ranks_than_gpus(gpus: list[int], verb: str) -> None:
+    gpus[0] = 4
+    assert "8 ranks need 8 GPUs, this machine has 4" in refused(*verb.split(), "--world-size", 8)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ("lookup --op allreduce --shape 8 --world-size 2", "did you mean 'all_reduce'"),
-        ("explain --op all_reduce --shape 8 --world-size 2 --dtype fp16", "did you mean 'float16'"),
-        ("lookup --op all_gather --shape 8 --world-size 2 --in-place", "all_gather cannot overwrite its input"),
-        (
-            "db pin --op all_gather --shape 8 --world-size 2 --in-place --variant library --reason x",
-            "all_gather cannot overwrite its input",
-        ),
-        ("db prune --failed --older-than 999999w", "at most 1000 years"),
-        ("lookp", "Did you mean 'lookup'"),
-    ],
-)
-def test_other_verbs_say_it_too(capsys: pytest.CaptureFixture[str], arguments: str, part: str) -> None:
-    assert part in refused(arguments, capsys)
-
-
-def test_a_database_that_is_locked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", begin_and_store)
+def test_a_database_that_is_locked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TUNEDCOMM_DB_PATIENCE_S", "1")  # a sweep waits for it, but not for ever
     path = tmp_path / "user.db"
     Database.open(path, create=True).close()
     monkeypatch.setitem(store.Database.open.__func__.__kwdefaults__, "busy_timeout_s", 0.2)  # type: ignore[attr-defined]
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    said = refused("tune --op all_reduce", capsys)
+    said = refused("tune", "--op", "all_reduce")
     assert "DatabaseBusyError" in said
-    assert "user.db is locked by another writer" in said
-    assert "wait for it to end, or give each host its own file" in said
+    assert "user.db is locked" in said
     other.close()
 
 
-def _drop_privileges() -> None:
-    if os.geteuid() == 0:
-        os.seteuid(65534)
-
-
-def test_a_database_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, ordinary_user: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", begin_and_store)
+def test_a_database_that_cannot_be_written(ordinary_user: Path) -> None:
     path = ordinary_user / "tuned.db"
     Database.open(path, create=True).close()
     path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
-    _drop_privileges()
+    if os.geteuid() == 0:
+        os.seteuid(65534)
     for target in (path, ordinary_user / "new.db", ordinary_user / "deeper" / "new.db"):
-        said = refused(f"tune --op all_reduce --db {target}", capsys)
+        said = refused("tune", "--op", "all_reduce", "--db", target)
         assert "DatabaseAccessError" in said
         assert str(ordinary_user) in said
-        assert "TUNEDCOMM_DB" in said
+
+
+# Values of options
 
 
 @pytest.mark.parametrize(
-    ("variables", "spare"),
+    ("text", "seconds"),
+    [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("1h30m", 5400.0), ("0.5h", 1800.0), ("1M", 60.0)],
+)
+def test_budgets(text: str, seconds: float) -> None:
+    assert options.parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0m", "-5m", "10m5h", "1d"])
+def test_a_bad_budget_is_quoted(text: str) -> None:
+    with pytest.raises(options.typer.BadParameter, match=repr(text)):
+        options.parse_budget(text)
+
+
+def test_shares() -> None:
+    shares = {"10%": 0.1, "0.25": 0.25, "7.5 %": 0.075, "0": 0.0}
+    assert {text: options.parse_share(text) for text in shares} == pytest.approx(shares)
+    with pytest.raises(options.typer.BadParameter):
+        options.parse_share("10 %%")
+
+
+def test_options_become_a_problem() -> None:
+    named = options.ProblemOptions(op="all_reduce", shape="98304", dtype="bfloat16", world_size=4)
+    assert str(named.problem()) == "all_reduce 98304 bfloat16 world_size=4 graph"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
     [
-        ({}, False),
-        ({"LOCAL_RANK": "3"}, True),
-        ({"SLURM_LOCALID": "1"}, True),
-        ({"SLURM_LOCALID": "0", "LOCAL_RANK": "1"}, True),
-        ({"LOCAL_RANK": ""}, False),
+        (0, "0 B"),
+        (1000, "1000 B"),
+        (1024, "1 KiB"),
+        (98304 * 2, "192 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (5 << 40, "5120 GiB"),
     ],
 )
-def test_one_copy_a_host_tunes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], spare: bool
-) -> None:
-    for name in ("RANK", *tune.LOCAL_RANKS):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", refuse)
-    assert tune.is_spare_copy() == spare
-    shown = CliRunner().invoke(main.app, ["tune", "--op", "all_reduce"])
-    if spare:
-        assert (shown.exit_code, shown.stdout) == (0, "")
-        assert "another copy of this command uses this host's GPUs" in shown.stderr
-        assert not (tmp_path / "user.db").exists()
-    else:
-        assert isinstance(shown.exception, AssertionError)
+def test_bytes(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from cli_samples import Ended, run
 
 from tunedcomm.bench import runner
-from tunedcomm.cli import main, options
+from tunedcomm.cli import options
 from tunedcomm.spec import Problem
 
 
@@ -64,22 +64,20 @@ class Gang:
         return self.code
 
 
-def start(gang: Gang, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> Any:
+def start(gang: Gang, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> Ended:
     monkeypatch.setattr(runner, "run_module", gang)
     monkeypatch.setattr(options, "num_gpus", lambda: gpus)
-    return CliRunner().invoke(main.app, ["bench", "--op", "all_reduce", *arguments])
+    return run("bench", "--op", "all_reduce", *arguments)
 
 
 def test_table_compares_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = start(Gang([row("library", 14.0), row("tuned", 4.0)]), monkeypatch, "--shape", "98304")
-    assert shown.exit_code == 0, shown.output
-    line = next(line for line in shown.stdout.splitlines() if "tuned = lamport(num_blocks=8)" in line)
-    found = " ".join(line.split())
-    assert found == (
+    assert shown.code == 0, shown.err
+    assert shown.line("tuned = lamport(num_blocks=8)") == (
         "196608 98304 bfloat16 sum eager 3.60 4.00 4.80 49.15 - 43.2% 3.50x 8 1.2e-03 tuned = lamport(num_blocks=8)"
     )
-    title, head, *_ = shown.stdout.splitlines()
-    assert title == "all_reduce on 2 x host-x86_64 (host), torch 2.13.0, triton 3.9.0"
+    title, head, *_ = shown.out.splitlines()
+    assert "2 x host-x86_64" in title
     assert {"bytes", "p50", "busbw", "ceiling", "library", "SMs", "contender"} <= set(head.split())
 
 
@@ -88,7 +86,7 @@ def test_job_says_what_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     csv = tmp_path / "out.csv"
     options = ("--shape", "512,1024", "--shape", "2048", "--dtype", "float16", "--contender", "tuned,library")
     shown = start(gang, monkeypatch, *options, "--mode", "both", "--csv", str(csv), "--seed", "7", gpus=4)
-    assert shown.exit_code == 0, shown.output
+    assert shown.code == 0, shown.err
     assert gang.world_size == 4
     assert gang.problems == [
         Problem("all_reduce", (numel,), "float16", 4, mode=mode)
@@ -104,7 +102,7 @@ def test_job_says_what_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(("gpus", "ranks", "mode"), [(0, 2, "eager"), (1, 2, "eager"), (4, 4, "graph")])
 def test_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, mode: str) -> None:
     gang = Gang([])
-    assert start(gang, monkeypatch, gpus=gpus).exit_code == 0
+    assert start(gang, monkeypatch, gpus=gpus).code == 0
     assert gang.world_size == ranks
     assert {problem.mode for problem in gang.problems} == {mode}
     assert gang.job["contenders"] is None
@@ -113,30 +111,27 @@ def test_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch, gpus: int,
 
 @pytest.mark.parametrize("gang", [Gang(None), Gang([], code=1)], ids=["no result", "bad code"])
 def test_failed_ranks_are_exit_code_1(monkeypatch: pytest.MonkeyPatch, gang: Gang) -> None:
-    assert start(gang, monkeypatch, "--shape", "98304").exit_code == 1
+    assert start(gang, monkeypatch, "--shape", "98304").code == 1
 
 
 def test_a_contender_of_no_known_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gang = Gang([])
     shown = start(gang, monkeypatch, "--shape", "64", "--contender", "tuned,lampor")
-    assert shown.exit_code == 2
-    assert "'lampor' is no contender of all_reduce; did you mean 'lamport'" in " ".join(shown.output.split())
+    assert shown.code == 2
+    assert "did you mean 'lamport'" in " ".join(shown.err.split())
     assert not gang.job
     (tmp_path / "theirs.py").write_text("")
     named = ("--contender", "tuned,library,lamport,theirs", "--peers", str(tmp_path / "theirs.py"))
-    assert start(gang, monkeypatch, "--shape", "64", *named).exit_code == 0
+    assert start(gang, monkeypatch, "--shape", "64", *named).code == 0
     assert gang.job["contenders"] == ["tuned", "library", "lamport", "theirs"]
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (
-            lambda path: path.write_text("name,shape,value\nfoo,3,7\n"),
-            "is another program's table: it lacks the columns op,",
-        ),
-        (lambda path: path.mkdir(), "cannot be appended to: "),
-        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be appended to: "),
+        (lambda path: path.write_text("name,shape,value\nfoo,3,7\n"), "another program's table"),
+        (lambda path: path.mkdir(), "cannot be appended to"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be appended to"),
     ],
     ids=["another program's", "a directory", "no text"],
 )
@@ -148,7 +143,7 @@ def test_a_csv_that_cannot_take_the_rows_is_refused_before_ranks_start(
     before = path.read_bytes() if path.is_file() else b""
     gang = Gang([])
     shown = start(gang, monkeypatch, "--shape", "98304", "--csv", str(path))
-    assert shown.exit_code == 2
-    assert said in " ".join(shown.stderr.replace("│", " ").split())
+    assert shown.code == 2
+    assert said in " ".join(shown.err.replace("│", " ").split())
     assert not gang.job
     assert (path.read_bytes() if path.is_file() else b"") == before

@@ -1,145 +1,198 @@
+"""`db list`, `db show`, `db pin` and `db unpin`. That a pin runs is tested on real ranks."""
+
 from __future__ import annotations
 
-import dataclasses
-import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cli_samples import PROBLEM, Ended, asked, real_trial, record, refused, run
 from db_samples import H200
-from typer.testing import CliRunner
 
-from tunedcomm.cli import main
+from tunedcomm import spec
 from tunedcomm.cli.stored import winner
-from tunedcomm.db.records import Trial
+from tunedcomm.db.records import Pin
 from tunedcomm.db.store import Database
-from tunedcomm.spec import Problem
+from tunedcomm.hardware import detect
+from tunedcomm.spec import Candidate, Problem, candidates, get_variant
+from tunedcomm.symm.layout import limits_for
 
-A100 = dataclasses.replace(H200, gpu="NVIDIA A100", num_sms=108, compute_capability=80)
-PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 4)
-
-
-def trial(variant: str, latency_us: float | None, *, final: bool = False, **changes: object) -> Trial:
-    values = {
-        "problem": PROBLEM,
-        "environment": H200,
-        "variant": variant,
-        "numerics": "library" if variant == "library" else "ordered",
-        "source_hash": "0123456789abcdef",
-        "config": {} if variant == "library" else {"num_blocks": 8, "num_warps": 4},
-        "status": "ok",
-        "latency_p10_us": latency_us,
-        "latency_p50_us": latency_us,
-        "latency_p90_us": latency_us,
-        "samples": 100,
-        "baseline_p50_us": 14.0,
-        "error": 1e-3,
-        "final": final,
-        **changes,
-    }
-    return Trial(**values)  # type: ignore[arg-type]
-
-
-HUNG = {"status": "hung", "reason": "no sign of life for 30 s", "samples": 0, "baseline_p50_us": None, "error": None}
+A100 = replace(H200, gpu="NVIDIA A100", num_sms=108, compute_capability=80)
+ASKED = asked(PROBLEM)
+ON_H200 = ("--hardware", "H200")
+WHY = ("--reason", "ticket 12")
+SEARCHED = real_trial("lamport", 3.5, final=False)
+LAMPORT, TWO_SHOT = real_trial("lamport", 4.0), real_trial("two_shot", 5.0)
+HUNG = real_trial("one_shot", None, status="hung", reason="no sign of life", final=False)
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> str:
-    """A database with one problem on H200 and one on A100."""
-    path = tmp_path / "stored.db"
-    with Database.open(path, create=True) as database:
-        database.record(
-            [
-                trial("library", 14.0),
-                trial("lamport", 3.5),
-                trial("lamport", 4.0, final=True),
-                trial("two_shot", 5.0, final=True),
-                trial("one_shot", None, **HUNG),
-                trial("two_shot", 9.0, environment=A100),
-            ]
-        )
-    return str(path)
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    shown = CliRunner().invoke(main.app, list(arguments))
-    return shown.exit_code, shown.stdout
-
-
-def show(stored: str, *more: str) -> tuple[int, str]:
-    problem = ("--op", "all_reduce", "--shape", "98304", "--world-size", "4")
-    return invoke("db", "show", *problem, "--db", stored, *more)
+    """The user database, with one problem on H200 and on A100."""
+    elsewhere = real_trial("two_shot", 9.0, A100, final=False)
+    return record(
+        tmp_path / "user.db", real_trial("library", 14.0, final=False), SEARCHED, LAMPORT, TWO_SHOT, HUNG, elsewhere
+    )
 
 
 def test_winner_is_the_fastest_of_the_finals() -> None:
-    trials = [trial("lamport", 3.5), trial("lamport", 4.0, final=True), trial("two_shot", 5.0, final=True)]
-    best = winner(trials)
-    assert best is not None
-    assert (best.variant, best.latency_p50_us) == ("lamport", 4.0)
-    assert winner(trials[:1]) is trials[0]
-    assert winner([trial("one_shot", None, **HUNG)]) is None
+    assert winner([SEARCHED, LAMPORT, TWO_SHOT]) is LAMPORT
+    assert winner([SEARCHED]) is SEARCHED
+    assert winner([HUNG]) is None
 
 
-def test_list_marks_what_autotune_made(stored: str) -> None:
-    assert "autotune" not in invoke("db", "list", "--db", stored)[1]
+def test_list_groups_by_environment_and_marks_what_autotune_made(stored: str) -> None:
+    shown = run("db", "list", "--db", stored)
+    assert shown.code == 0
+    assert "NVIDIA A100" in shown.out
+    for part in ("98304", "192 KiB", "bfloat16", "graph", "num_blocks=", "4.00", "14.0", "3.50x"):
+        assert part in shown.line("lamport")
+    assert "autotune" not in shown.out
     with Database.open(stored) as database:
-        run = database.start_run(command="tunedcomm.autotune(budget_s=3)", seed=0, budget="", host="here")
-        database.record([trial("lamport", 2.0, environment=A100, run_id=run)])
-    code, text = invoke("db", "list", "--db", stored)
-    assert code == 0
-    assert text.count("autotune") == 1
-
-
-def test_list_groups_by_environment(stored: str) -> None:
-    code, text = invoke("db", "list", "--db", stored)
-    assert code == 0
-    assert "NVIDIA H200" in text
-    assert "NVIDIA A100" in text
-    line = next(line for line in text.splitlines() if "lamport" in line)
-    for part in ("98304", "192 KiB", "bfloat16", "graph", "num_blocks=8", "4.00", "14.0", "3.50x"):
-        assert part in line
+        made = database.start_run(command="tunedcomm.autotune(budget_s=3)", seed=0, budget="", host="here")
+        database.record([real_trial("lamport", 2.0, A100, run_id=made)])
+    assert run("db", "list", "--db", stored).out.count("autotune") == 1
 
 
 def test_a_damaged_layer_is_skipped_and_named(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = tmp_path / "damaged.db"
     damaged.write_bytes(b"no database at all " * 100)
-    monkeypatch.setenv("TUNEDCOMM_DB_PATH", f"{damaged}:{stored}")
-    shown = CliRunner().invoke(main.app, ["db", "list"])
-    assert shown.exit_code == 0
-    assert "H200" in shown.stdout
-    assert str(damaged) in shown.stderr
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(damaged))
+    shown = run("db", "list")
+    assert shown.code == 0
+    assert "H200" in shown.out
+    assert str(damaged) in shown.err
 
 
 def test_show_prints_every_trial_fastest_first(stored: str) -> None:
-    code, text = show(stored, "--hardware", "H200")
-    assert code == 0
-    lines = [line for line in text.splitlines() if "num_blocks" in line or "library()" in line]
+    shown = run("db", "show", *ASKED, *ON_H200, "--db", stored)
+    assert shown.code == 0
+    lines = [line for line in shown.out.splitlines() if "num_blocks" in line or "library()" in line]
     assert ["lamport" in line for line in lines] == [True, True, False, False, False]
-    assert "no sign of life for 30 s" in lines[-1]
+    assert "no sign of life" in lines[-1]
     assert "hung" in lines[-1]
 
 
-def test_show_of_an_unknown_problem_is_exit_code_1(stored: str) -> None:
-    code, text = show(stored, "--mode", "eager", "--json")
-    assert code == 1
-    assert json.loads(text) == []
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--dtype float32", "pass --dtype bfloat16;"),
+        ("--mode eager", "pass --mode graph;"),
+        ("--in-place --reduction avg", "pass --reduction sum and leave out --in-place;"),
+        ("--in-place", "leave out --in-place;"),
+    ],
+)
+def test_show_of_an_unknown_problem_names_the_one_that_is_stored(stored: str, options: str, told: str) -> None:
+    asked = ("db", "show", *ASKED, *options.split(), "--db", stored)
+    shown = run(*asked)
+    assert shown.code == 1
+    assert told in " ".join(shown.err.split())
+    assert run(*asked, "--json").json == []
 
 
-def told_instead(path: str, *more: str) -> str:
-    shown = CliRunner().invoke(
-        main.app, ["db", "show", "--op", "all_reduce", "--shape", "98304", "--world-size", "4", *more, "--db", path]
-    )
-    assert shown.exit_code == 1
-    return " ".join(shown.stderr.split())
+def pins_of(path: str) -> list[Pin]:
+    with Database.open(path, readonly=True) as database:
+        return database.pins()
 
 
-def test_show_says_what_to_pass_where_the_shape_is_stored_otherwise(stored: str) -> None:
-    said = told_instead(stored, "--dtype", "float32")
-    assert "no trial of all_reduce 98304 float32 world_size=4 in either mode is stored; 98304 is stored in" in said
-    assert "database: pass --dtype bfloat16; `tunedcomm db list`" in said
-    said = told_instead(stored, "--mode", "eager")
-    assert "world_size=4 eager is stored" in said
-    assert "pass --mode graph; `tunedcomm db list`" in said
-    said = told_instead(stored, "--in-place", "--reduction", "avg")
-    assert "in either mode (avg, in place) is stored" in said
-    assert "pass --reduction sum and leave out --in-place;" in said
-    assert "database: leave out --in-place;" in told_instead(stored, "--in-place")
+def pin(*options: str) -> Ended:
+    return run("db", "pin", *ASKED, *ON_H200, *WHY, *options)
+
+
+def explained(*options: str) -> str:
+    return " ".join(run("explain", *ASKED, *ON_H200, *options).out.split())
+
+
+def test_pin_is_stored_and_explained(stored: str) -> None:
+    limits = limits_for(H200, 4)
+    default = get_variant("all_reduce", "two_shot").default(PROBLEM, limits)
+    possible = [c.config_dict for c in candidates(PROBLEM, limits) if c.variant == "two_shot"]
+    config = next(other for other in possible if other != default)
+    text = ",".join(f"{name}={value}" for name, value in config.items())
+    done = pin("--variant", "two_shot", "--config", text, "--json")
+    assert done.code == 0
+    (found,) = pins_of(stored)
+    assert (found.problem, found.candidate) == (PROBLEM, Candidate.of("all_reduce", "two_shot", config))
+    assert (found.environment.hard_key, found.reason) == (H200.hard_key, "ticket 12")
+    assert (done.json["variant"], done.json["config"], done.json["database"]) == ("two_shot", config, stored)
+    assert "pinned in the user layer: ticket 12" in explained()
+
+
+@pytest.mark.parametrize("numel", [PROBLEM.numel, 2 * PROBLEM.numel])
+def test_what_failed_is_not_pinned(tmp_path: Path, numel: int) -> None:
+    """Not even at another size of its family; a pin that was made before is not followed."""
+    path = record(tmp_path / "user.db", real_trial("library", 14.0))
+    assert "unchecked" in pin("--variant", "lamport").err
+    assert "it is pinned" in explained()
+    there = replace(PROBLEM, shape=(numel,))
+    config = get_variant("all_reduce", "lamport").default(PROBLEM, limits_for(H200, 4))
+    failed = real_trial("lamport", None, problem=there, status="incorrect", config=config, final=False)
+    record(Path(path), failed)
+    assert f"was incorrect at {there}" in refused("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "lamport")
+    assert "it is pinned" not in explained("--all")
+    assert "pinned, but was incorrect" in explained("--all")
+
+
+def test_pin_for_this_machine(tmp_path: Path) -> None:
+    options = "--op all_reduce --shape 512 --world-size 2 --dtype float32 --mode eager --in-place --reduction avg"
+    done = run("db", "pin", *options.split(), *WHY, "--variant", "one_shot")
+    assert done.code == 0
+    assert "host backend" in done.err
+    (found,) = pins_of(str(tmp_path / "user.db"))
+    assert found.environment == detect(None)
+    assert found.problem == Problem("all_reduce", (512,), "float32", 2, "avg", in_place=True, mode="eager")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--variant", "two_shoot", *WHY),
+        ("--variant", "two_shot", "--config", "num_blocks=7", *WHY),
+        ("--variant", "two_shot", "--config", "num_blocks", *WHY),
+        ("--variant", "two_shot", "--config", "num_blocks=8,num_blocks=8", *WHY),
+        ("--variant", "two_shot", "--config", "colour=blue", *WHY),
+        ("--variant", "library", "--config", "num_blocks=8", *WHY),
+        ("--variant", "multimem_one_shot", *WHY),  # H200 without multicast
+        ("--variant", "torch_one_shot", *WHY),  # nothing would end its waits
+        ("--variant", "lamport"),
+        ("--variant", "lamport", "--reason", "  "),
+        ("--variant", "lamport", *WHY, "--hardware", "B200"),
+    ],
+    ids=" ".join,
+)
+def test_what_could_not_run_is_not_pinned(stored: str, options: tuple[str, ...]) -> None:
+    refused("db", "pin", *ASKED, *ON_H200, *options)
+    assert pins_of(stored) == []
+
+
+def test_unpin(stored: str) -> None:
+    for made in (True, False):
+        assert not made or pin("--variant", "lamport").code == 0
+        done = run("db", "unpin", *ASKED, *ON_H200, "--json")
+        assert (done.code, done.json["removed"]) == (int(not made), made)
+        assert pins_of(stored) == []
+    assert "db list" in done.err
+
+
+def test_pins_are_listed_and_shown(stored: str) -> None:
+    other = asked(replace(PROBLEM, shape=(4096,)))
+    for one in (ASKED, other):
+        assert run("db", "pin", *one, *ON_H200, *WHY, "--variant", "lamport").code == 0
+    assert run("db", "list", "--db", stored).out.count("ticket 12") == 2
+    entries = run("db", "list", "--db", stored, *ON_H200, "--json").json
+    by_shape: dict[int, Any] = {entry["problem"]["shape"][0]: entry for entry in entries}
+    assert by_shape[98304]["pin"]["reason"] == "ticket 12"
+    # Pinned without ever having been measured.
+    assert by_shape[4096]["pin"]["variant"] == "lamport"
+    assert (by_shape[4096]["trials"], by_shape[4096]["winner"]) == (0, None)
+    assert run("db", "show", *ASKED, "--db", stored).out.count("ticket 12") == 1
+    assert "ticket 12" not in run("db", "list", "--db", stored, "--hardware", "A100").out
+
+
+def test_unordered_variant_is_said_to_serve_few(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = get_variant("all_reduce", "lamport")
+    monkeypatch.setitem(spec._variants, ("all_reduce", "loose"), replace(known, name="loose", numerics="unordered"))
+    done = pin("--variant", "loose")
+    assert done.code == 0
+    assert "numerics='any'" in done.err

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from cli_samples import Ended
+from cli_samples import run as run_command
 from verify_samples import SIZES, Change, at_ratio, run, tuned, tuned_copy
 
-from tunedcomm.cli import main, options
+from tunedcomm.cli import options
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate
@@ -23,11 +22,6 @@ from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec
 def path(tmp_path: Path) -> Path:
     """A database of one's own."""
     return tuned_copy(tmp_path)
-
-
-@pytest.fixture
-def winners() -> dict[int, Candidate]:
-    return dict(tuned()[1])
 
 
 class Verify:
@@ -45,23 +39,21 @@ class Verify:
         return run(*self.arguments, tolerance=spec.tolerance, store=False, progress=progress)
 
 
-def start(stand_in: Verify, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+def start(stand_in: Verify, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Ended:
     monkeypatch.setattr("tunedcomm.tuner.verify.verify", stand_in)
     monkeypatch.setattr(options, "num_gpus", lambda: 4)
-    return CliRunner().invoke(main.app, ["db", "verify", *arguments])
+    return run_command("db", "verify", *arguments)
 
 
-def test_verb_prints_what_drifted(
-    path: Path, tmp_path: Path, winners: dict[int, Candidate], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in = Verify(path, tmp_path, {(SIZES[1], winners[SIZES[1]]): at_ratio(1.5)})
+def test_verb_prints_what_drifted(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = Verify(path, tmp_path, {(SIZES[1], tuned()[1][SIZES[1]]): at_ratio(1.5)})
     shown = start(stand_in, monkeypatch, "--db", str(path), "--no-store")
-    assert shown.exit_code == 1
-    assert "slower: all_reduce 32768" in shown.stdout
-    assert "50.0% longer than the library" in shown.stdout
-    assert "nothing was stored" in shown.stdout
+    assert shown.code == 1
+    assert "slower: all_reduce 32768" in shown.out
+    assert "50.0% longer than the library" in shown.out
+    assert "nothing was stored" in shown.out
     assert not stand_in.stored
-    line = next(line for line in shown.stdout.splitlines() if line.lstrip().startswith("32768 "))
+    line = next(line for line in shown.out.splitlines() if line.lstrip().startswith("32768 "))
     assert "0.67x" in line
     assert line.endswith("slower")
 
@@ -70,8 +62,8 @@ def test_verb_as_json(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     stand_in = Verify(path, tmp_path, {})
     options = "--op all_reduce --dtype bfloat16 --mode graph --limit 7 --tolerance 5% --gangs 2 --json"
     shown = start(stand_in, monkeypatch, "--db", str(path), *options.split())
-    assert shown.exit_code == 0, shown.output
-    answer = json.loads(shown.stdout)
+    assert shown.code == 0, shown.err
+    answer = shown.json
     assert answer["num_wrong"] == 0
     assert {entry["verdict"] for entry in answer["winners"]} == {"ok"}
     assert answer["winners"][0]["stored"]["changes"] == []
@@ -81,13 +73,3 @@ def test_verb_as_json(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (spec.limit, spec.tolerance, spec.gangs, spec.world_size) == (7, 0.05, 2, 4)
     assert spec.layers == (Layer("user", str(path)),)
     assert stand_in.stored
-
-
-@pytest.mark.parametrize("text", ["much", "-1%", "200%", "", "10 %%"])
-def test_bad_tolerance(text: str, monkeypatch: pytest.MonkeyPatch, path: Path, tmp_path: Path) -> None:
-    assert start(Verify(path, tmp_path, {}), monkeypatch, "--tolerance", text).exit_code == 2
-
-
-def test_shares() -> None:
-    shares = {"10%": 0.1, "0.25": 0.25, "7.5 %": 0.075, "0": 0.0}
-    assert {text: options.parse_share(text) for text in shares} == pytest.approx(shares)

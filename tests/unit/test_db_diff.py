@@ -1,17 +1,15 @@
-"""What lies between two databases, in words and in µs."""
+"""What a database answers by itself, and what lies between two of them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from db_samples import H200, OLDER, problem, trial
-from transfer_samples import store, sweep
-from typer.testing import CliRunner
+from cli_samples import run
+from db_samples import H200, OLDER, candidate, decide, problem, trial
+from transfer_samples import H100, SIZES, snapshot_of, store, sweep
 
-from tunedcomm.cli import main
-from tunedcomm.db.diff import Difference, diff_databases
+from tunedcomm.db.diff import Difference, StoredCatalog, diff_databases
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database, import_databases
 
@@ -31,11 +29,6 @@ def changes(found: Difference) -> list[tuple[int, str]]:
     return [(change.problem.nbytes, change.kind) for c in found.comparisons for change in c.changes]
 
 
-def diff(*arguments: str) -> tuple[int, str]:
-    shown = CliRunner().invoke(main.app, ["db", "diff", *arguments])
-    return shown.exit_code, shown.stdout
-
-
 def final(variant: str, latency_us: float, message_bytes: int = 4096, **more: Any) -> Any:
     return trial(variant, latency_us, final=True, problem=problem(message_bytes), **more)
 
@@ -48,9 +41,7 @@ def test_the_same_rows_are_no_difference(tmp_path: Path) -> None:
         found = diff_databases(source, other)
         assert found.is_empty
         assert found.trials == (len(sweep()), len(sweep()))
-        code, text = diff(str(source), str(other))
-        assert code == 0
-        assert text.splitlines()[-1] == "no difference"
+        assert run("db", "diff", source, other).code == 0
 
 
 def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
@@ -76,17 +67,11 @@ def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
         (262144, "only after"),
     ]
     assert found.trials_only == (4, 4)
-    code, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"))
-    assert code == 1
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert any(line.endswith("before.db, schema 0003, 5 trials, 4 of them in it alone") for line in lines)
-    assert "4 of 5 problems are answered otherwise" in text
-    row = next(line for line in lines if line.startswith("all_reduce 2048"))
-    assert row.endswith("one_shot(num_blocks=4) 5.00 lamport(num_blocks=4) 4.00 1.25x as fast")
-    row = next(line for line in lines if line.startswith("all_reduce 8192"))
-    assert row.endswith("one_shot(num_blocks=4) 5.00 one_shot(num_blocks=4) 7.50 1.50x slower")
-    for title in ("another winner: 1", "the same winner, another latency: 1", "only in A: 1", "only in B: 1"):
-        assert title in lines
+    shown = run("db", "diff", tmp_path / "before.db", tmp_path / "after.db")
+    assert shown.code == 1
+    assert "5 trials, 4 of them in it alone" in shown.line("before.db")
+    assert "one_shot(num_blocks=4) 5.00 lamport(num_blocks=4) 4.00" in shown.line("1.25x as fast")
+    assert "one_shot(num_blocks=4) 5.00 one_shot(num_blocks=4) 7.50" in shown.line("1.50x slower")
 
 
 def test_new_software_on_the_same_hardware_is_compared(tmp_path: Path) -> None:
@@ -96,16 +81,16 @@ def test_new_software_on_the_same_hardware_is_compared(tmp_path: Path) -> None:
     assert [change.kind for change in comparison.changes] == ["winner"]
     assert comparison.drift == ["torch 2.9.0 → 2.11.0", "triton 3.5.0 → 3.6.0"]
     assert found.environments_only == ((OLDER,), (H200,))
-    _, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"))
-    assert "software: torch 2.9.0 → 2.11.0, triton 3.5.0 → 3.6.0" in text
-    assert f"measured only in A: {OLDER} [{OLDER.digest[:8]}]" in text
+    text = run("db", "diff", tmp_path / "before.db", tmp_path / "after.db").out
+    assert text.count("torch 2.9.0 → 2.11.0") == 1
+    assert OLDER.digest[:8] in text
 
 
 def test_as_json(tmp_path: Path) -> None:
     differ(tmp_path, [final("one_shot", 5.0)], [final("one_shot", 5.0), final("lamport", 4.0, after=9)])
-    code, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"), "--json")
-    assert code == 1
-    shown = json.loads(text)
+    ended = run("db", "diff", tmp_path / "before.db", tmp_path / "after.db", "--json")
+    shown = ended.json
+    assert ended.code == 1
     assert shown["differ"] is True
     assert (shown["before"]["trials"], shown["after"]["trials_only"]) == (1, 1)
     (comparison,) = shown["comparisons"]
@@ -122,3 +107,42 @@ def test_as_json(tmp_path: Path) -> None:
         "noise": 0.01,
     }
     assert change["ratio"] == 1.25
+
+
+# Answers of one database: as selection gives them, whatever this tunedcomm's kernels are by now
+
+
+def test_answers_as_selection_does(tmp_path: Path) -> None:
+    source = store(tmp_path / "source.db", [t for t in sweep() if t.source_hash == "current"])
+    found = StoredCatalog(source).answers(H200, 4)
+    assert list(found) == list(map(problem, SIZES))
+    for asked, answer in found.items():
+        decision = decide(snapshot_of(source), asked)
+        assert (answer.candidate, answer.source) == (decision.candidate, "exact"), asked
+        assert (answer.latency_us, answer.library_us) == (decision.latency_us, decision.library_us), asked
+
+
+def test_the_newest_stored_source_counts(tmp_path: Path) -> None:
+    records = [trial("one_shot", 2.0, final=True, source_hash="former")]
+    records += [trial("one_shot", 6.0, final=True, source_hash="later", after=9), trial("lamport", 5.0, final=True)]
+    source = store(tmp_path / "source.db", records)
+    stored = StoredCatalog(source)
+    assert stored.source_hash("all_reduce", "one_shot") == "later"
+    assert stored.answers(H200, 4)[problem()].candidate == candidate("lamport")
+
+
+def test_a_pin_of_what_was_never_measured_counts(tmp_path: Path) -> None:
+    source = store(tmp_path / "source.db", [trial("one_shot", 2.0, final=True)])
+    with Database.open(source) as database:
+        database.pin(problem(), candidate("two_shot"), environment=H200, reason="")
+    decision = StoredCatalog(source).answers(H200, 4)[problem()]
+    assert (decision.candidate, decision.source) == (candidate("two_shot"), "pin")
+
+
+def test_environments_come_in_the_order_of_their_last_trials(tmp_path: Path) -> None:
+    records = [trial(environment=H100, after=30), trial(environment=H200, after=10)]
+    records += [trial(environment=OLDER, after=20, problem=problem(world_size=2)), trial(environment=H200, after=40)]
+    source = store(tmp_path / "source.db", records)
+    stored = StoredCatalog(source)
+    assert stored.environments == [H200, H100, OLDER]
+    assert stored.world_sizes == {2, 4}

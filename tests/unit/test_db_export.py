@@ -1,19 +1,26 @@
 from __future__ import annotations
 
+import hashlib
+import json
+import shlex
 import shutil
 import sqlite3
-import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_samples import run
 from db_samples import H200, OLDER, candidate, decide, problem, trial
 from transfer_samples import SIZES, config, everything, in_words, snapshot_of, store, sweep
 
-from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm import settings
+from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases, site_databases
+from tunedcomm.db.manifest import manifest_path, verify_manifest
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.db.transfer import export_database
+from tunedcomm.db.transfer import Form, cluster_file, export_database, import_databases, merge_databases
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError
 from tunedcomm.selection.select import Decision
 from tunedcomm.spec import Problem
@@ -91,8 +98,7 @@ def test_is_reproducible_and_says_its_digest(source: Path, tmp_path: Path) -> No
     second = export_database([source], tmp_path / "second.db")
     assert first.path.read_bytes() == second.path.read_bytes()
     assert first.sha256 == second.sha256
-    shown = subprocess.run(["sha256sum", str(first.path)], capture_output=True, text=True, check=True)
-    assert shown.stdout.split()[0] == first.sha256
+    assert first.sha256 == hashlib.sha256(first.path.read_bytes()).hexdigest()
     assert first.num_bytes == first.path.stat().st_size
 
 
@@ -142,21 +148,13 @@ def test_of_two_pins_the_newer_is_kept(tmp_path: Path) -> None:
             assert [pin.reason for pin in database.pins()] == ["later"]
 
 
-def refused(error: type[DatabaseError], sources: list[Any], out: Path, *, force: bool = False) -> str:
+def refused(error: type[DatabaseError], sources: list[Any], out: Path) -> str:
     before = out.read_bytes() if out.is_file() else None
     with pytest.raises(error) as caught:
-        export_database(sources, out, force=force)
+        export_database(sources, out, force=True)
     assert (out.read_bytes() if out.is_file() else None) == before
     assert not list(out.parent.glob(f".{out.name}.*"))
     return str(caught.value)
-
-
-def test_does_not_overwrite_unasked(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.db"
-    export_database([store(tmp_path / "other.db", [trial()])], out)
-    assert "--force" in refused(DatabaseAccessError, [source], out)
-    assert export_database([source], out, force=True).rows["finals"] > 1
-    assert snapshot_of(out).digest == snapshot_of(source).digest
 
 
 def test_does_not_replace_what_the_sources_lack(source: Path, tmp_path: Path) -> None:
@@ -166,9 +164,9 @@ def test_does_not_replace_what_the_sources_lack(source: Path, tmp_path: Path) ->
     export_database([source], added)
     store(added, [trial(latency_us=4.0)])
     for out in (tuned, added):
-        text = refused(DatabaseAccessError, [source], out, force=True)
-        assert "holds 1 trials that the sources lack" in text
-        assert f"tunedcomm db merge {out} --into" in text
+        text = refused(DatabaseAccessError, [source], out)
+        assert "1 trials that the sources lack" in text
+        assert "tunedcomm db merge" in text
         assert export_database([source, shutil.copy(out, tmp_path / "copy.db")], out, force=True).rows["finals"] > 1
         assert export_database([source], out, force=True).rows["finals"] > 1
 
@@ -177,7 +175,7 @@ def test_does_not_replace_a_source(source: Path, tmp_path: Path) -> None:
     link = tmp_path / "link.db"
     link.symlink_to(source)
     for out in (source, link):
-        assert "one of the sources" in refused(DatabaseAccessError, [source], out, force=True)
+        assert "one of the sources" in refused(DatabaseAccessError, [source], out)
 
 
 def test_a_server_is_exported_like_a_file_with_its_rows(source: Path, postgres_url: str, tmp_path: Path) -> None:
@@ -201,18 +199,195 @@ def test_a_server_is_exported_like_a_file_with_its_rows(source: Path, postgres_u
     assert both.sources[1].known == both.sources[1].trials == out.rows["trials"]
 
 
-@pytest.mark.parametrize(
-    ("statement", "complaint"),
-    [
-        ("UPDATE problem SET shape = '77' WHERE id = 1", "its digest is"),
-        ("DELETE FROM variant WHERE id = 1", "refers to variant"),
-    ],
-)
-def test_refuses_sources_that_contradict(source: Path, tmp_path: Path, statement: str, complaint: str) -> None:
-    forged = tmp_path / "forged.db"
-    shutil.copy(source, forged)
-    with sqlite3.connect(forged) as plain:
-        plain.execute(statement)
-    text = refused(DatabaseCorruptError, [source, forged], tmp_path / "out.db")
-    assert complaint in text
-    assert str(forged) in text
+# The manifest beside an exported file, and the files that users of a cluster are told of
+
+
+def said(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(manifest_path(path).read_text())
+    return found
+
+
+@pytest.mark.parametrize("form", ["sqlite", "jsonl", "nccl-csv"])
+def test_says_what_the_file_is(tmp_path: Path, form: Form) -> None:
+    source = store(tmp_path / "source.db", sweep())
+    out = tmp_path / f"out.{form}"
+    export = export_database([source], out, form=form)
+    manifest = said(out)
+    data = out.read_bytes()
+    assert manifest["file"] == out.name
+    assert (manifest["sha256"], manifest["num_bytes"]) == (hashlib.sha256(data).hexdigest(), len(data))
+    assert (manifest["file_format"], manifest["schema"], manifest["everything"]) == (form, "0003", False)
+    assert manifest["rows"] == export.rows
+    assert manifest["left_out"] == export.left_out > 0
+    assert [entry["digest"] for entry in manifest["environments"]] == [H200.digest, OLDER.digest]
+    assert manifest["environments"][0] == {"digest": H200.digest, **H200.to_dict()}
+    assert (manifest["ops"], manifest["dtypes"], manifest["modes"]) == (["all_reduce"], ["bfloat16"], ["graph"])
+    assert manifest["world_sizes"] == [2, 4]
+    assert manifest["sources"] == [{"source": str(source), "trials": len(sweep()), "known": 0}]
+    assert verify_manifest(out)
+    before = manifest_path(out).read_bytes()
+    export_database([source], out, form=form, force=True)
+    assert manifest_path(out).read_bytes() == before
+
+
+CHANGES: list[Callable[[Path], object]] = [
+    lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    lambda path: path.write_bytes(path.read_bytes().replace(b"one_shot", b"two_shot", 1)),
+    *(
+        lambda path, text=text: manifest_path(path).write_text(text)
+        for text in (
+            "{",
+            "[" * 100_000,
+            "{}",
+            '{"format": "tunedcomm-manifest", "version": 1}',
+            '{"format": "tunedcomm-manifest", "version": 2, "sha256": 1}',
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("form", ["sqlite", "jsonl"])
+def test_a_file_that_changed_is_not_brought(tmp_path: Path, form: Form) -> None:
+    out, target = tmp_path / "out", tmp_path / "target.db"
+    export_database([store(tmp_path / "source.db", [trial(final=True)])], out, form=form)
+    for bring in (import_databases, merge_databases):
+        assert bring([out], target).verified == (str(out),)
+        target.unlink()
+    sound = {path: path.read_bytes() for path in (out, manifest_path(out))}
+    for change in CHANGES:
+        for path, content in sound.items():
+            path.write_bytes(content)
+        change(out)
+        for bring in (import_databases, merge_databases):
+            with pytest.raises(DatabaseCorruptError, match=r"manifest\.json"):
+                bring([out], target)
+    assert not target.exists()
+    manifest_path(out).unlink()
+    assert not verify_manifest(out)
+
+
+def test_a_cluster_reads_the_file_under_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = store(tmp_path / "source.db", [trial(final=True)])
+    shared = tmp_path / "shared 1:2"
+    export = ("db", "export", "--cluster", "h200-prod", shared, "--db", source)
+    told = run(*export, "--json").json
+    assert told["path"] == str(shared / "h200-prod.db")
+    assert verify_manifest(shared / "h200-prod.db")
+    name, _, value = told["setting"].partition("=")
+    (word,) = shlex.split(value)
+    monkeypatch.setenv(name, word)
+    assert settings.db_path() == (str(shared / "h200-prod.db"),)
+    assert site_databases() == [str(shared / "h200-prod.db")]
+    assert run(*export, "--force").out.splitlines()[-1] == f"export {told['setting']}"
+    # A folder is read too, and the manifest in it is no database.
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", f"{shared};")
+    assert site_databases() == [str(shared / "h200-prod.db")]
+
+
+def test_names_of_clusters_are_checked(tmp_path: Path) -> None:
+    for name in ("", "../up", "H200", "h200.db", "-x", "a" * 65):
+        with pytest.raises(ValueError, match="cannot name a cluster"):
+            cluster_file(name, tmp_path)
+
+
+@pytest.mark.parametrize("path", packaged_databases(), ids=lambda path: path.name)
+def test_shipped_databases_are_what_their_manifests_say(path: Path) -> None:
+    assert verify_manifest(path)
+    manifest = said(path)
+    assert manifest["file"] == path.name
+    readme = (path.parent / "README.md").read_text(encoding="utf-8")
+    assert manifest["command"] in readme
+    with Database.open(path, immutable=True) as database:
+        assert manifest["rows"] == database.stats()
+        assert manifest["world_sizes"] == sorted({p.world_size for p in database.problems()})
+        assert [e["digest"] for e in manifest["environments"]] == [e.digest for e in database.environments()]
+    assert problem().op in manifest["ops"]
+
+
+# The file for NCCL's example tuner plugin, read by the rules of that plugin
+
+
+COLLECTIVES = {"broadcast", "reduce", "allgather", "reducescatter", "allreduce"}
+ALGORITHMS = {"tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat"}
+PROTOCOLS = {"ll", "ll128", "simple"}
+
+
+def read_as_nccl_does(data: bytes) -> list[list[str]]:
+    """Lines come in pieces of 255 bytes; comments and empty lines are skipped; 8 to 10 fields, blanks trimmed.
+
+    The plugin takes a name that it does not know for a default; here that is an error.
+    """
+    rows = []
+    for whole in data.splitlines(keepends=True):
+        for start in range(0, len(whole), 255):
+            piece = whole[start : start + 255]
+            if piece[:1] in (b"#", b"\n"):
+                continue
+            fields = [field.strip(b" \t").decode("ascii") for field in piece.rstrip(b"\n").split(b",") if field]
+            assert 8 <= len(fields) <= 10, piece
+            assert (fields[0] in COLLECTIVES, fields[3] in ALGORITHMS, fields[4] in PROTOCOLS) == (True,) * 3, piece
+            rows.append(fields)
+    return rows
+
+
+def chosen(rows: list[list[str]], num_bytes: int) -> tuple[str, str, int] | None:
+    """What the plugin takes for 4 ranks on one node: the first row that matches; here no other may."""
+    found = []
+    for collective, low, high, algorithm, protocol, channels, nodes, ranks, *_ in rows:
+        if (
+            collective == "allreduce"
+            and int(low) <= num_bytes <= int(high)
+            and nodes in ("-1", "1")
+            and ranks in ("-1", "4")
+        ):
+            found.append((algorithm, protocol, int(channels)))
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def exported(path: Path, out: Path, **options: Any) -> list[list[str]]:
+    export_database([path], out, form="nccl-csv", force=True, **options)
+    return read_as_nccl_does(out.read_bytes())
+
+
+def winners(sizes: dict[int, str]) -> list[Trial]:
+    """Finals by which the named variant wins at a size."""
+    found = []
+    for size, winner in sizes.items():
+        here: dict[str, Any] = {"problem": problem(size), "final": True}
+        config = {"num_blocks": size // 1024}
+        found.append(trial("library", 10.0, **here))
+        if winner == "library":
+            found.append(trial("one_shot", 12.0, config=config, **here))
+        else:
+            found.append(trial(winner, 5.0, config=config, **here))
+    return found
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> Path:
+    sizes = {1024: "lamport", 4096: "one_shot", 16384: "two_shot_lamport", 65536: "two_shot"}
+    return store(tmp_path / "source.db", winners({**sizes, 262144: "library", 524288: "new"}))
+
+
+def test_names_what_works_most_like_the_winner(tuned: Path, tmp_path: Path) -> None:
+    rows = exported(tuned, tmp_path / "nccl.csv")
+    told = {size: chosen(rows, size) for size in (1024, 4096, 16384, 65536, 262144, 524288)}
+    assert told == {
+        1024: ("tree", "ll", 1),
+        4096: ("tree", "ll", 4),
+        16384: ("ring", "ll128", 16),
+        65536: ("ring", "simple", 64),
+        262144: None,  # NCCL's own choice
+        524288: None,  # nothing in NCCL is like it
+    }
+    text = (tmp_path / "nccl.csv").read_text()
+    for part in ("NCCL's own choice is best", "NCCL has nothing like new", "Not measured"):
+        assert part in text
+
+
+def test_pins_count(tuned: Path, tmp_path: Path) -> None:
+    with Database.open(tuned) as database:
+        database.pin(problem(1024), candidate("two_shot"), environment=H200, reason="known good")
+    assert chosen(exported(tuned, tmp_path / "nccl.csv"), 1024) == ("ring", "simple", 4)

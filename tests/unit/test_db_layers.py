@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cli_samples import record, refused
 from db_samples import H200, trial
 
-from tunedcomm.cli import main
 from tunedcomm.cli.stored import read_layers
 from tunedcomm.db import layers as layers_module
 from tunedcomm.db import misses as miss_log
@@ -30,9 +30,11 @@ from tunedcomm.dispatch import misses
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.symm.layout import limits_for
 
+actual_packaged_databases = layers_module.packaged_databases
+
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def _none_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers_module, "packaged_databases", list)
 
 
@@ -55,9 +57,7 @@ def _first_rank() -> Any:
 
 
 def _site(path: Path) -> str:
-    with Database.open(path, create=True) as database:
-        database.record([trial("one_shot")])
-    return str(path)
+    return record(path, trial("one_shot"))
 
 
 @pytest.mark.usefixtures("homeless")
@@ -71,25 +71,19 @@ def test_without_a_home_the_other_layers_serve(
         assert [layer.name for layer in read_layers(None)] == ["site"]
         assert misses.counter(_first_rank(), trial().problem, "library") is None, "nothing to note it in"
     assert len(caplog.records) == 1
-    assert "no home directory (HOME is not set" in caplog.text
-    assert "Set HOME, or TUNEDCOMM_DB to a file" in caplog.text
+    assert "Set HOME, or TUNEDCOMM_DB" in caplog.text
     assert not (tmp_path / "~").exists()
 
 
 @pytest.mark.usefixtures("homeless")
-def test_without_a_home_writing_says_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_home_writing_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for where in (user_database, writable_database, miss_log.log_path):
-        with pytest.raises(DatabaseAccessError, match="Set HOME, or TUNEDCOMM_DB to a file that may be written"):
+        with pytest.raises(DatabaseAccessError, match="TUNEDCOMM_DB"):
             where()
     for arguments in (["tune", "--op", "all_reduce", "--world-size", "2"], ["db", "export", "out.db"]):
-        with pytest.raises(SystemExit) as left:
-            main.run(arguments)
-        assert left.value.code == 2
-        assert "TUNEDCOMM_DB to a file" in capsys.readouterr().err
+        assert "TUNEDCOMM_DB" in refused(*arguments)
     monkeypatch.setenv("TUNEDCOMM_DB", "~/tuned.db")
-    with pytest.raises(DatabaseAccessError, match=r"'~/tuned\.db' begins with a home directory that is not known"):
+    with pytest.raises(DatabaseAccessError, match="home directory"):
         Database.open(user_database())
     monkeypatch.setenv("TUNEDCOMM_DB", str(tmp_path / "tuned.db"))
     assert writable_database() == str(tmp_path / "tuned.db")
@@ -109,6 +103,9 @@ def test_site_lists_of_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert site_databases() == [one, *inside, url]
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", f"{folder}:{one}")
     assert site_databases() == [*inside, one]
+    monkeypatch.setattr(layers_module, "packaged_databases", lambda: [tmp_path / "shipped.db"])
+    found = [("user", str(tmp_path / "user.db")), *(("site", target) for target in (*inside, one))]
+    assert [(layer.name, layer.target) for layer in layers()] == [*found, ("packaged", str(tmp_path / "shipped.db"))]
 
 
 def test_bad_entries_are_said_once_and_the_others_serve(
@@ -171,3 +168,19 @@ def test_ranks_that_see_other_databases(
     assert len(differences(sites)) == 3
     assert differences([one] + [_seen(monkeypatch, other)] * 20)[0].startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and more")
     assert caplog.records == []
+
+
+def test_packaged_databases_of_a_checkout_and_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "tunedcomm" / "db" / "layers.py"
+    module.parent.mkdir(parents=True)
+    monkeypatch.setattr(layers_module, "__file__", str(module))
+    beside, within = tmp_path / "tuning_db", tmp_path / "tunedcomm" / "_tuning_db"
+    beside.mkdir()
+    (beside / "h200.db").touch()
+    assert actual_packaged_databases() == [], "next to an installed package it is somebody else's"
+    (tmp_path / "pyproject.toml").touch()
+    assert actual_packaged_databases() == [beside / "h200.db"]
+    within.mkdir()
+    (within / "b.db").touch()
+    (within / "a.db").touch()
+    assert actual_packaged_databases() == [within / "a.db", within / "b.db"]

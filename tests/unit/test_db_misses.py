@@ -5,18 +5,29 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cli_samples import real_trial
 from db_samples import H200, START, problem
 
+from tunedcomm import kernels
 from tunedcomm.db import engine
 from tunedcomm.db import misses as miss_log
 from tunedcomm.db.misses import Miss, append, compact, log_path, read
-from tunedcomm.spec import Problem
+from tunedcomm.dispatch import misses
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.launches import wrap_launch
+from tunedcomm.dispatch.plans import plan_for
+from tunedcomm.errors import InfeasibleError
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Problem, why_no_kernel
 
 
 def miss(asked: Problem | None = None, count: int = 1, **changes: Any) -> Miss:
@@ -48,19 +59,11 @@ def test_counts_add_up_and_the_most_called_comes_first(path: Path) -> None:
 
 def test_a_line_is_one_write_and_plain_json(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
-    real = os.write
-
-    def write(file: int, line: bytes) -> int:
-        written.append(line)
-        return real(file, line)
-
-    monkeypatch.setattr(miss_log.os, "write", write)
+    monkeypatch.setattr(miss_log.os, "write", lambda file, line: written.append(line) or len(line))
     append(path, [miss(problem(1 << k)) for k in range(3, 8)])
     assert len(written) == 5
     for line in written:
-        assert line.startswith(b"\n")
-        assert line.endswith(b"\n")
-        assert line.count(b"\n") == 2
+        assert (line[:1], line[-1:], line.count(b"\n")) == (b"\n", b"\n", 2)
         assert len(line) < 4096
         assert json.loads(line)["environment"]["gpu"] == "NVIDIA H200"
 
@@ -82,43 +85,42 @@ def _problem_with(**changes: object) -> bytes:
     return _with(problem={**_GOOD["problem"], **changes})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"not json",
-        b"\xff\xfe\x00",
-        b"[]",
-        b"[" * 3000,
-        _with()[:-20],
-        _with(count=0),
-        _with(count="1"),
-        _with(count=10**30),
-        _with(last_seen="yesterday"),
-        _with(source=None),
-        _with(environment={}),
-        _with(environment={**_GOOD["environment"], "gpu": ["H200"]}),  # type: ignore[dict-item]
-        _problem_with(shape="2048xbig"),
-        _problem_with(shape="9" * 30),
-        _problem_with(dtype="float3"),
-        _problem_with(world_size="4"),
-        _problem_with(mode="lazy"),
-        _with(padding="x" * 5000),
-    ],
-)
-def test_what_makes_no_sense_is_skipped(path: Path, line: bytes) -> None:
+NONSENSE = [
+    b"not json",
+    b"\xff\xfe\x00",
+    b"[]",
+    b"[" * 3000,
+    _with()[:-20],
+    _with(count=0),
+    _with(count="1"),
+    _with(count=10**30),
+    _with(last_seen="yesterday"),
+    _with(source=None),
+    _with(environment={}),
+    _with(environment={**_GOOD["environment"], "gpu": ["H200"]}),  # type: ignore[dict-item]
+    _problem_with(shape="2048xbig"),
+    _problem_with(shape="9" * 30),
+    _problem_with(dtype="float3"),
+    _problem_with(world_size="4"),
+    _problem_with(mode="lazy"),
+    _with(padding="x" * 5000),
+]
+
+
+def test_what_makes_no_sense_is_skipped(path: Path) -> None:
     append(path, [miss()])
     with path.open("ab") as file:
-        file.write(line + b"\n")
+        file.writelines(line + b"\n" for line in NONSENSE)
     append(path, [miss()])
     misses, skipped = read(path)
     assert [m.count for m in misses] == [2]
-    assert skipped == 1
+    assert skipped == len(NONSENSE)
 
 
 def test_a_full_disk_is_an_os_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(miss_log.os, "write", lambda file, line: real(file, line[:40]))
-    with pytest.raises(OSError, match="no space left for a whole line"):
+    with pytest.raises(OSError, match="no space"):
         append(path, [miss()])
 
 
@@ -126,7 +128,7 @@ def test_a_large_file_is_not_added_to(path: Path, monkeypatch: pytest.MonkeyPatc
     append(path, [miss(count=3), miss(count=4)])
     before = path.read_bytes()
     monkeypatch.setattr(miss_log, "MAX_BYTES", len(before))
-    with pytest.raises(OSError, match=r"has reached .* --from-misses"):
+    with pytest.raises(OSError, match="--from-misses"):
         append(path, [miss()])
     assert path.read_bytes() == before
     compact(path)
@@ -134,15 +136,15 @@ def test_a_large_file_is_not_added_to(path: Path, monkeypatch: pytest.MonkeyPatc
     assert read(path)[0][0].count == 8
 
 
-def _write_for_a_while(path: Path, rounds: int) -> None:
-    for _ in range(rounds):
-        append(path, [miss()])
-
-
 def test_compacting_beside_a_writer_loses_no_line(path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    rounds = 4000
-    writers = [context.Process(target=_write_for_a_while, args=(path, rounds)) for _ in range(2)]
+    rounds = 1500
+
+    def write() -> None:
+        for _ in range(rounds):
+            append(path, [miss()])
+
+    writers = [context.Process(target=write) for _ in range(2)]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
@@ -173,3 +175,150 @@ def test_where_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert log_path() == tmp_path / "elsewhere.jsonl"
     monkeypatch.setenv("TUNEDCOMM_MISS_LOG", "1")
     assert log_path() == data / "misses.jsonl"
+
+
+# Counting: only missed problems, only on the first rank, and never an error
+
+
+TUNED = Problem("all_reduce", (98304,), "bfloat16", 4)
+UNTUNED = Problem("all_reduce", (98304,), "float32", 4)
+
+
+@pytest.fixture(autouse=True)
+def _own_counters() -> Iterator[None]:
+    misses._forget()
+    yield
+    misses._forget()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "misses.jsonl"
+
+
+def launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+    """What every plan here launches."""
+
+
+def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
+    """What `plan_for` needs of one: lamport is tuned at one problem."""
+    kernels.discover()
+    limits = limits_for(H200, 4)
+    stored = real_trial("lamport", 4.0, problem=TUNED)
+    row = Row(
+        problem=TUNED,
+        candidate=stored.candidate,
+        source_hash=stored.source_hash,
+        environment=H200,
+        latency_p50_us=4.0,
+        baseline_p50_us=14.0,
+        final=True,
+    )
+    return SimpleNamespace(
+        rank=rank,
+        device=SimpleNamespace(type="cuda"),
+        limits=limits,
+        environment=H200,
+        snapshot=Snapshot(environment=H200, world_size=4, rows=(row,)),
+        settings=SimpleNamespace(mode=mode, forced={}, check=(0, False)),
+        quarantined={},
+        noted=None,
+        guarded=lambda problem, launch, counter=None: wrap_launch(launch, counter=counter),
+        bind=bind or (lambda problem, candidate: launch),
+    )
+
+
+def call(problem: Problem, times: int = 1, **changes: Any) -> None:
+    plan = plan_for(communicator(**changes), problem, "default")
+    for _ in range(times):
+        plan.launch((), (), 0)
+
+
+def test_a_tuned_plan_launches_what_was_bound(log: Path) -> None:
+    plan = plan_for(communicator(), TUNED, "default")
+    assert plan.decision.source == "exact"
+    assert plan.launch is launch, "nothing may come between a tuned call and its kernel"
+    plan.launch((), (), 0)
+    misses.flush()
+    assert not log.exists()
+
+
+def test_a_missed_plan_counts_its_calls(log: Path) -> None:
+    near = Problem("all_reduce", (98304 + 512,), "bfloat16", 4)
+    call(UNTUNED, 3)
+    call(near, 5)
+    call(UNTUNED, 4)
+    assert not log.exists(), "no file is touched in a call"
+    misses.flush()
+    found, skipped = read(log)
+    assert skipped == 0
+    assert [(m.problem, m.count, m.source) for m in found] == [(UNTUNED, 7, "library"), (near, 5, "interpolated")]
+    assert found[0].hard_key == H200.hard_key
+    misses.flush()
+    assert log.read_bytes().count(b'{"count"') == 2, "nothing new, nothing written"
+    call(near)
+    misses.flush()
+    assert sum(m.count for m in read(log)[0]) == 13
+
+
+def test_only_the_first_rank_counts(log: Path) -> None:
+    assert plan_for(communicator(rank=1), UNTUNED, "default").launch is launch
+    misses.flush()
+    assert not log.exists()
+
+
+def test_what_no_kernel_can_run_is_no_miss() -> None:
+    for asked in (replace(UNTUNED, reduction="max"), replace(UNTUNED, dtype="int64")):
+        plan = plan_for(communicator(), asked, "default")
+        assert (plan.decision.source, plan.launch) == ("library", launch)
+
+
+def test_a_policy_that_nothing_can_meet_says_why() -> None:
+    limits = limits_for(H200, 4)
+    kernels.discover()
+    asked = Problem("gemm_ar", (64, 8192, 2048), "float32", 4, layout="nk")
+    with pytest.raises(InfeasibleError, match="tuning would find none") as caught:
+        decide(asked, Snapshot(environment=H200, world_size=4), limits, policy="ordered")
+    assert "tunedcomm tune" not in str(caught.value)
+    assert why_no_kernel(asked, limits, "any") is not None
+    assert why_no_kernel(UNTUNED, limits, "ordered") is None
+
+
+def test_a_tuned_candidate_that_cannot_be_bound_is_no_miss() -> None:
+    def bind(problem: Problem, candidate: Candidate) -> Any:
+        if candidate.variant != "library":
+            raise InfeasibleError("too large")
+        return launch
+
+    plan = plan_for(communicator(bind=bind), TUNED, "default")
+    assert (plan.decision.source, plan.launch) == ("library", launch)
+
+
+@pytest.mark.parametrize("place", ["directory", "missing/misses.jsonl", "file/misses.jsonl", "fifo", "x" * 300])
+def test_a_log_that_cannot_be_written_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv("TUNEDCOMM_MISS_LOG", str(tmp_path / place))
+    for _ in range(3):
+        call(UNTUNED)
+        misses.flush()
+    (said,) = caplog.messages
+    assert "TUNEDCOMM_MISS_LOG" in said
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["directory", "fifo", "file"]
+
+
+def test_a_forked_child_does_not_count_for_its_parent(log: Path) -> None:
+    call(UNTUNED, 5)
+    child = os.fork()
+    if child == 0:
+        try:
+            misses.flush()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not log.exists()
+    misses.flush()
+    assert read(log)[0][0].count == 5

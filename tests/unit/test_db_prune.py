@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from datetime import timedelta
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_samples import record, refused, run
 from db_samples import H200, OLDER, START, candidate, decide, problem, trial
-from typer.testing import CliRunner
 
 from tunedcomm import kernels
-from tunedcomm.cli import main
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.maintenance import FAILURES, Pruned, Selection, prune
 from tunedcomm.db.records import FAILED, STATUSES, Trial
@@ -76,9 +74,8 @@ def trials_of(path: Path | str) -> list[Trial]:
         return database.trials()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_superseded_changes_no_decision(tmp_path: Path, seed: int) -> None:
-    path = make(tmp_path / "tuned.db", seed)
+def test_superseded_changes_no_decision(tmp_path: Path) -> None:
+    path = make(tmp_path / "tuned.db", 0)
     before, kept = snapshots(path), {t.id for t in trials_of(path)}
     done = pruned(path, superseded=True)
     assert 0 < done.trials < done.held == 400
@@ -92,65 +89,34 @@ def test_superseded_changes_no_decision(tmp_path: Path, seed: int) -> None:
     assert pruned(path, superseded=True).trials == 0
 
 
-def selected_by(record: Trial, **selected: Any) -> bool:
-    """The selectors again, in the plainest words."""
-    checks = {
-        "stale": record.variant != "library" and record.source_hash != "current",
-        "failed": record.status in FAILURES,
-        "environments": record.environment.digest in selected.get("environments", ()),
-        "before": record.created_at < selected.get("before", START),
-    }
-    return all(checks[name] for name in selected)
-
-
-def hidden_by(failures: list[Trial], trials: list[Trial]) -> set[int | None]:
-    """Ids of the trials that dispatch would use again without these failures, in the plainest words."""
-
-    def reach(t: Trial) -> tuple[Any, ...]:
-        return (t.environment.hard_key, t.problem.family, t.candidate, t.source_hash)
-
-    def is_over(failure: Trial) -> bool:
-        same = [t for t in trials if reach(t) == reach(failure) and t.problem == failure.problem and t.status == "ok"]
-        return any(t.created_at > failure.created_at for t in same)
-
-    failed = {reach(f) for f in failures if f.status in FAILED and not is_over(f)}
-    return {t.id for t in trials if t.status in ("ok", "pruned") and reach(t) in failed}
+STALE = [trial("one_shot", 3.0, source_hash="earlier", after=1), trial("two_shot", 3.0, source_hash="earlier", after=9)]
+FAILED_ONES = [trial("lamport", None, status="hung", after=3), trial("lamport", None, status="compile_error", after=4)]
+OLD_ONES = [trial("one_shot", 4.0, environment=OLDER), trial("library", 9.0, environment=OLDER, source_hash="other")]
+# Not used any more since the first failure, but for what is good at its own problem later.
+HIDDEN = [trial("lamport", 2.0, final=True), trial("lamport", 2.0, problem=problem(8192), after=8)]
+KEPT = [trial("library", 10.0, final=True, after=8), trial("one_shot", 5.0, final=True, after=8)]
 
 
 @pytest.mark.parametrize(
-    "selected",
+    ("selected", "gone", "along"),
     [
-        {"stale": True},
-        {"failed": True},
-        {"environments": (OLDER.digest,)},
-        {"before": START + timedelta(seconds=20)},
-        {"stale": True, "failed": True},
-        {"stale": True, "environments": (H200.digest,), "before": START + timedelta(seconds=30)},
+        ({"stale": True}, STALE, 0),
+        ({"failed": True}, [*FAILED_ONES, *HIDDEN], 2),
+        ({"environments": (OLDER.digest,)}, OLD_ONES, 0),
+        ({"before": START + timedelta(seconds=2)}, [STALE[0], *OLD_ONES, HIDDEN[0]], 0),
+        ({"stale": True, "environments": (H200.digest,), "before": START + timedelta(seconds=5)}, STALE[:1], 0),
     ],
-    ids="+".join,
 )
-@pytest.mark.parametrize("dry_run", [True, False], ids=["dry", "wet"])
-def test_selectors(tmp_path: Path, selected: dict[str, Any], dry_run: bool) -> None:
-    path = make(tmp_path / "tuned.db", 1)
-    before = trials_of(path)
-    gone = {t.id for t in before if selected_by(t, **selected)}
-    good = hidden_by([t for t in before if t.id in gone], before) - gone if "failed" in selected else set()
-    gone |= good
-    done = pruned(path, dry_run=dry_run, **selected)
-    assert done.trials == len(gone) > 0
-    assert (done.along, done.kept) == (len(good), 0)
-    assert sum(group["finals"] for group in done.groups) == sum(t.final for t in before if t.id in gone)
-    left = {t.id for t in before} - (set() if dry_run else gone)
-    assert {t.id for t in trials_of(path)} == left
-    assert (done.dry_run, done.compacted) == (dry_run, not dry_run)
-    with Database.open(path, readonly=True) as database:
-        assert len(database.pins()) == len(database.runs()) == 1
-
-
-def record(path: Path, *trials: Trial) -> Path:
-    with Database.open(path, create=True) as database:
-        database.record(trials)
-    return path
+def test_selectors(tmp_path: Path, selected: dict[str, Any], gone: list[Trial], along: int) -> None:
+    everything = [*STALE, *FAILED_ONES, *OLD_ONES, *HIDDEN, *KEPT]
+    path = Path(record(tmp_path / "tuned.db", *everything))
+    for dry_run in (True, False):
+        done = pruned(path, dry_run=dry_run, **selected)
+        assert (done.trials, done.along, done.kept) == (len(gone), along, 0)
+        assert sum(group["finals"] for group in done.groups) == sum(t.final for t in gone)
+        assert (done.dry_run, done.compacted) == (dry_run, not dry_run)
+        left = everything if dry_run else [t for t in everything if t not in gone]
+        assert [replace(t, id=None) for t in trials_of(path)] == left
 
 
 def chosen(size: int, *paths: Path) -> str:
@@ -169,7 +135,7 @@ def test_what_failed_is_not_used_before_it_is_measured_again(tmp_path: Path, sta
     other = trial(config={"num_blocks": 8}, latency_us=7.0, final=True, problem=problem(16384))
     search = trial(status="pruned", problem=problem(16384))
     failure = trial(latency_us=None, status=status, after=5, problem=problem(4096))
-    path = record(tmp_path / "tuned.db", *good, *library, other, search)
+    path = Path(record(tmp_path / "tuned.db", *good, *library, other, search))
     assert chosen(size, path) == "one_shot"
     record(path, failure)
     assert chosen(4096, path) == "library"
@@ -177,33 +143,31 @@ def test_what_failed_is_not_used_before_it_is_measured_again(tmp_path: Path, sta
     assert (dry.trials, dry.along, dry.kept) == (4, 3, 0)
     assert pruned(path, failed=True, before=START + timedelta(days=1)).groups == dry.groups
     assert chosen(4096, path) == "library"
-    assert [(t.variant, t.config.get("num_blocks")) for t in trials_of(path)] == [("library", None)] * 2 + [
-        ("one_shot", 8)
-    ]
+    left = [(t.variant, t.config.get("num_blocks")) for t in trials_of(path)]
+    assert left == [("library", None)] * 2 + [("one_shot", 8)]
 
 
 def test_failure_that_hides_another_database_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = record(tmp_path / "site.db", trial(final=True), trial("library", 10.0, final=True))
-    failures = [trial(v, None, status="hung", after=5) for v in ("one_shot", "two_shot")]
-    path = record(tmp_path / "tuned.db", *failures)
+    path, site = tmp_path / "tuned.db", tmp_path / "site.db"
+    record(site, trial(final=True), trial("library", 10.0, final=True))
+    record(path, *(trial(v, None, status="hung", after=5) for v in ("one_shot", "two_shot")))
     assert chosen(4096, path, site) == "library"
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", f"{site}:{path}")
     monkeypatch.setattr("tunedcomm.db.layers.packaged_databases", list)
-    code, text, errors = invoke("--db", str(path), "--failed", "--yes")
-    assert (code, "removed from" in text) == (0, True)
-    assert "failures kept" in errors
-    assert "tunedcomm tune --retry" in errors
+    shown = run("db", "prune", "--db", path, "--failed", "--yes")
+    assert (shown.code, "removed from" in shown.out) == (0, True)
+    assert "tunedcomm tune --retry" in shown.err
     assert [t.variant for t in trials_of(path)] == ["one_shot"]
     assert chosen(4096, path, site) == "library"
     # Good there since: the failure does not count any more.
     record(site, trial(final=True, after=9))
     assert chosen(4096, path, site) == "one_shot"
-    assert invoke("--db", str(path), "--failed", "--yes")[0] == 0
+    assert run("db", "prune", "--db", path, "--failed", "--yes").code == 0
     assert trials_of(path) == []
 
 
 def test_reader_keeps_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside one that reads the file cannot be compacted, which is said; the next time it is."""
+    """Beside one that reads the file cannot be compacted; the next time it is."""
     monkeypatch.setattr("tunedcomm.db.maintenance.BUSY_TIMEOUT_S", 0.2)
     path = make(tmp_path / "tuned.db", 5)
     with Database.open(path, readonly=True) as reader, reader.reading() as connection:
@@ -223,7 +187,7 @@ def test_server(postgres_url: str) -> None:
     with Database.open(postgres_url, create=True) as database:
         database.record([random_trial(source) for _ in range(300)])
         rows = database.stats()
-        gone = sum(selected_by(t, stale=True) for t in database.trials())
+        gone = sum(t.variant != "library" and t.source_hash != "current" for t in database.trials())
         assert prune(database, Selection(stale=True), hash_of).trials == gone
         done = prune(database, Selection(stale=True), hash_of, dry_run=False)
         assert (done.trials, done.unused, done.bytes_after, done.compacted) == (gone, {}, None, False)
@@ -233,41 +197,17 @@ def test_server(postgres_url: str) -> None:
         assert [after[name] for name in ("problems", "variants", "environments")] == [
             rows[name] for name in ("problems", "variants", "environments")
         ]
-        superseded = prune(database, Selection(superseded=True), hash_of, dry_run=False)
-        assert superseded.trials > 0
-
-
-def invoke(*arguments: str) -> tuple[int, str, str]:
-    shown = CliRunner().invoke(main.app, ["db", "prune", *arguments])
-    return shown.exit_code, shown.stdout, shown.stderr
+        assert prune(database, Selection(superseded=True), hash_of, dry_run=False).trials > 0
 
 
 def test_verb(tmp_path: Path) -> None:
     path = make(tmp_path / "tuned.db", 8)
-    named = ("--db", str(path))
-    code, text, errors = invoke(*named, "--failed", "--environment", "h200", "--older-than", "1d")
-    assert code == 0
-    assert "would be removed" in text
-    assert "--yes" in errors
+    assert "A100" in refused("db", "prune", "--db", path, "--environment", "A100")
+    shown = run("db", "prune", "--db", path, "--failed", "--environment", "h200", "--older-than", "1d")
+    assert (shown.code, "would be removed" in shown.out, "--yes" in shown.err) == (0, True, True)
     assert len(trials_of(path)) == 400
-    code, text, _ = invoke(*named, "--failed", "--yes", "--json")
-    assert code == 0
-    answer = json.loads(text)
+    answer = run("db", "prune", "--db", path, "--failed", "--yes", "--json").json
     assert answer["trials"] == 400 - len(trials_of(path)) > 0
     assert {group["status"] for group in answer["groups"]} >= set(FAILURES)
-    code, text, _ = invoke(*named, "--superseded", "--yes")
-    assert code == 0
-    assert "KiB before" in text
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [(), ("--yes",), ("--older-than", "soon"), ("--older-than", "-3d"), ("--environment", "A100")],
-    ids=" ".join,
-)
-def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    path = make(tmp_path / "tuned.db", 9, count=20)
-    with pytest.raises(SystemExit) as caught:
-        main.run(["db", "prune", "--db", str(path), *arguments])
-    assert caught.value.code == 2
-    assert len(trials_of(path)) == 20
+    shown = run("db", "prune", "--db", path, "--superseded", "--yes")
+    assert (shown.code, "KiB before" in shown.out) == (0, True)

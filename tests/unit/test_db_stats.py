@@ -1,30 +1,23 @@
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_samples import record, run
 from db_samples import H200, OLDER, START, problem, trial
-from typer.testing import CliRunner
 
 from tunedcomm import kernels
-from tunedcomm.cli import main
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
-from tunedcomm.db.maintenance import DatabaseStats, GroupStats, collect_stats
+from tunedcomm.db.maintenance import DatabaseStats, collect_stats
 from tunedcomm.db.records import Trial
 from tunedcomm.db.schema import HEAD
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide, source_hash_of
-from tunedcomm.spec import Problem
+from tunedcomm.symm.layout import limits_for
 
 CURRENT = {"library": "v1", "one_shot": "current", "two_shot": "current", "lamport": "current"}
-
-
-def hash_of(op: str, variant: str) -> str | None:
-    return CURRENT.get(variant)
 
 
 def finals(size: int, **latencies: float) -> list[Trial]:
@@ -33,47 +26,35 @@ def finals(size: int, **latencies: float) -> list[Trial]:
     return [trial("library", 10.0, **here), *(trial(name, us, **here) for name, us in latencies.items())]
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    kernels.discover()
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Three problems in one group, and others elsewhere."""
-    path = tmp_path / "tuned.db"
-    with Database.open(path, create=True) as database:
-        database.record(
-            [
-                *finals(1024, one_shot=5.0, two_shot=8.0),
-                *finals(4096, one_shot=6.0, two_shot=2.5),
-                *finals(1 << 20, one_shot=9.99, two_shot=20.0),  # within the noise of the library
-                trial("lamport", 1.0, final=True, source_hash="earlier", after=5),
-                trial("warp_drive", 0.1, final=True),
-                trial("one_shot", None, status="hung", after=7),
-                trial("one_shot", None, status="infeasible"),
-                trial("one_shot", 3.0, problem=problem(1024, mode="eager")),
-                trial("one_shot", 4.0, problem=problem(1024, world_size=2)),
-                trial("two_shot", 4.0, environment=OLDER),
-            ]
-        )
-    return path
+    trials = [
+        *finals(1024, one_shot=5.0, two_shot=8.0),
+        *finals(4096, one_shot=6.0, two_shot=2.5),
+        *finals(1 << 20, one_shot=9.99, two_shot=20.0),  # within the noise of the library
+        trial("lamport", 1.0, final=True, source_hash="earlier", after=5),
+        trial("warp_drive", 0.1, final=True),
+        trial("one_shot", None, status="hung", after=7),
+        trial("one_shot", None, status="infeasible"),
+        trial("one_shot", 3.0, problem=problem(1024, mode="eager")),
+        trial("one_shot", 4.0, problem=problem(1024, world_size=2)),
+        trial("two_shot", 4.0, environment=OLDER),
+    ]
+    return Path(record(tmp_path / "tuned.db", *trials))
 
 
-def stats_of(path: Path | str, source_hash: Any = hash_of) -> DatabaseStats:
+def stats_of(path: Path | str, source_hash: Any = lambda op, variant: CURRENT.get(variant)) -> DatabaseStats:
+    kernels.discover()
     with Database.open(path, readonly=True) as database:
         return collect_stats(database, source_hash)
 
 
-def group_of(stats: DatabaseStats, **wanted: Any) -> GroupStats:
-    (found,) = [g for g in stats.groups if all(getattr(g, name) == value for name, value in wanted.items())]
-    return found
-
-
-def test_group(path: Path) -> None:
+def test_groups_and_the_file(path: Path) -> None:
     stats = stats_of(path)
-    assert len(stats.groups) == 4
-    group = group_of(stats, environment=H200, world_size=4, mode="graph")
+    assert (stats.target, stats.schema, stats.num_bytes) == (str(path), HEAD, path.stat().st_size)
+    assert (stats.rows["trials"], len(stats.groups)) == (16, 4)
+    (group,) = [g for g in stats.groups if (g.environment, g.world_size, g.mode) == (H200, 4, "graph")]
     assert (group.op, group.dtype, group.problems) == ("all_reduce", "bfloat16", 3)
     assert group.trials == {"ok": 11, "hung": 1, "infeasible": 1}
     assert group.finals == 11
@@ -84,16 +65,8 @@ def test_group(path: Path) -> None:
     assert (group.oldest, group.newest) == (START, START + timedelta(seconds=7))
 
 
-def test_file(path: Path) -> None:
-    stats = stats_of(path)
-    assert (stats.target, stats.schema) == (str(path), HEAD)
-    assert stats.num_bytes == path.stat().st_size
-    assert stats.rows["trials"] == 16
-
-
 def test_server(postgres_url: str) -> None:
-    with Database.open(postgres_url, create=True) as database:
-        database.record([*finals(1024, one_shot=5.0), trial("one_shot", None, status="crashed", after=3)])
+    record(postgres_url, *finals(1024, one_shot=5.0), trial("one_shot", None, status="crashed", after=3))
     stats = stats_of(postgres_url)
     (group,) = stats.groups
     assert (group.trials, group.finals, group.winners) == ({"ok": 2, "crashed": 1}, 2, {"one_shot": 1})
@@ -109,27 +82,19 @@ def test_winners_are_what_dispatch_runs(shipped: Path) -> None:
         environment = stats.groups[0].environment
         snapshot = load_snapshot(environment, world_size, layers=[Layer("packaged", str(shipped))], strict=True)
         limits = limits_for(environment, world_size)
-        asked: set[Problem] = {row.problem for row in snapshot.rows}
+        asked = {row.problem for row in snapshot.rows}
         libraries = sum(decide(p, snapshot, limits).candidate.variant == "library" for p in asked)
         assert sum(group.winners.get("library", 0) for group in stats.groups) == libraries
         assert sum(sum(group.winners.values()) for group in stats.groups) == len(asked)
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
-    shown = CliRunner().invoke(main.app, ["db", "stats", *arguments])
-    return shown.exit_code, shown.stdout
-
-
 def test_verb(path: Path) -> None:
-    code, text = invoke("--db", str(path))
-    assert code == 0
+    shown = run("db", "stats", "--db", path)
+    assert shown.code == 0
     for part in (f"schema {HEAD}", "15 trials", "NVIDIA H200", "torch 2.9.0", "1 hung, 1 infeasible", "KiB"):
-        assert part in text
-    code, text = invoke("--db", str(path), "--json", "--hardware", H200.digest[:8])
-    assert code == 0
-    (entry,) = json.loads(text)
-    assert entry["num_bytes"] == path.stat().st_size
-    assert len(entry["groups"]) == 3
+        assert part in shown.out
+    (entry,) = run("db", "stats", "--db", path, "--json", "--hardware", H200.digest[:8]).json
+    assert (entry["num_bytes"], len(entry["groups"])) == (path.stat().st_size, 3)
     # The samples' sources are none of this version's.
     assert entry["groups"][1]["stale"] + entry["groups"][1]["unknown"] > 0
-    assert invoke("--db", str(path), "--op", "all_gather", "--json")[1].count('"op"') == 0
+    assert run("db", "stats", "--db", path, "--op", "all_gather", "--json").out.count('"op"') == 0

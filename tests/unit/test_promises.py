@@ -32,7 +32,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_selection_borrow.py::test_where_this_hardware_has_no_answer_both_rules_serve",
     ),
     "A pin runs its candidate unless": (
-        "unit/test_db_answers.py::test_a_pin_of_what_was_never_measured_counts",
+        "unit/test_db_diff.py::test_a_pin_of_what_was_never_measured_counts",
         "unit/test_selection_select.py::test_a_pin_comes_before_measurements_but_not_before_policy_and_feasibility",
         "unit/test_selection_select.py::test_forced_overrides_everything_but_feasibility",
     ),
@@ -69,7 +69,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_spec.py::test_a_variant_of_no_numerics_class_is_refused",
         "multirank/test_variants.py::test_ordered_variants_give_the_same_bits",
         "multirank/test_dispatch.py::test_same_bits_on_every_rank",
-        "unit/test_cli_db_pins.py::test_unordered_variant_is_said_to_serve_few",
+        "unit/test_cli_db.py::test_unordered_variant_is_said_to_serve_few",
         "unit/test_selection_select.py::test_numerics_policy",
         "multirank/test_dispatch.py::test_numerics_policies",
     ),

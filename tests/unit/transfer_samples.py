@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sqlite3
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
-from tunedcomm.selection.snapshot import Snapshot
+from tunedcomm.selection.snapshot import Row, Snapshot
 
 H100 = replace(H200, gpu="NVIDIA H100", num_links=16, fabric="nvswitch-16")
 
@@ -24,7 +26,7 @@ def in_words(record: Trial) -> str:
     return repr(replace(record, id=None, run_id=None))
 
 
-SIZES = tuple(1 << exponent for exponent in range(10, 24, 2))
+SIZES = tuple(1 << exponent for exponent in range(10, 24, 4))
 
 
 def store(path: Path, records: Iterable[Trial], *, command: str = "tunedcomm tune") -> Path:
@@ -86,6 +88,18 @@ def sweep() -> list[Trial]:
 
 def snapshot_of(path: Path, world_size: int = 4) -> Snapshot:
     return load_snapshot(H200, world_size, layers=[Layer("packaged", str(path))], strict=True)
+
+
+def rows_of(path: Path) -> tuple[Row, ...]:
+    """The rows of a database of one's own."""
+    return load_snapshot(H200, 4, layers=[Layer("user", str(path))], strict=True).rows
+
+
+def change(path: Path, *statements: str) -> None:
+    """Run SQL on a file as somebody else's program would."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for statement in statements:
+            connection.executescript(statement)
 
 
 def everything(path: Path) -> set[str]:
