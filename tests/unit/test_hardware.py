@@ -1,48 +1,262 @@
+"""Environments: fabric classes, from NVML's answers to the word that is stored and plain ones; what differs."""
+
+# ruff: noqa: N802 - the fake has NVML's names
+
 from __future__ import annotations
 
-import dataclasses
 import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from db_samples import H200
 
 from tunedcomm import hardware
-from tunedcomm.hardware import HARD_FIELDS, SOFT_FIELDS, Environment
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.hardware import HARD_FIELDS, SOFT_FIELDS, Environment, Fabric, describe_fabric, fabric_of, nearest
+
+SWITCH, GPU, CPU = "switch", "gpu", "cpu"
 
 
-def test_environment_survives_json() -> None:
-    again = Environment.from_dict(json.loads(json.dumps(H200.to_dict())))
-    assert again == H200
-    assert again.digest == H200.digest
+class FakeNvml:
+    """What NVML would say of a machine.
+
+    Args:
+        links: of each GPU, what is at the other end of each link: `SWITCH`, `CPU`, another GPU's number, or None for a
+            link that is down.
+        remote: what `nvmlDeviceGetNvLinkRemoteDeviceType` and `...RemotePciInfo` do: answer, or raise an NVMLError.
+        p2p: of two GPUs, whether they reach each other.
+        mig: GPUs in MIG mode; None where the GPUs know no such mode.
+        uuids: UUID with prefix to the GPU that it means.
+    """
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_NVLINK_MAX_LINKS = 36
+    NVML_FEATURE_ENABLED = 1
+    NVML_NVLINK_DEVICE_TYPE_SWITCH = 3
+    NVML_DEVICE_MIG_ENABLE = 1
+    NVML_P2P_CAPS_INDEX_READ = 0
+    NVML_P2P_STATUS_OK = 0
+
+    def __init__(
+        self,
+        links: Sequence[Sequence[Any]],
+        *,
+        remote: bool = True,
+        p2p: Callable[[int, int], bool] | None = lambda one, other: True,
+        mig: frozenset[int] | None = frozenset(),
+        uuids: Mapping[str, int] | None = None,
+    ) -> None:
+        self._links = [list(ends) for ends in links]
+        self._remote = remote
+        self._p2p = p2p
+        self._mig = mig
+        self._uuids = uuids or {}
+        self.is_open = 0
+
+    def _refuse(self) -> Any:
+        raise self.NVMLError("Not Supported")
+
+    def nvmlInit(self) -> None:
+        self.is_open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.is_open -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.1"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self._links)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index if index < len(self._links) else self._refuse()
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return self._uuids[uuid] if uuid in self._uuids else self._refuse()
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: int) -> int:
+        return handle
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        return self._refuse() if self._mig is None else [int(handle in self._mig), 0]
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        ends = self._links[handle]
+        return self._refuse() if link >= len(ends) else int(ends[link] is not None)
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
+        end = self._links[handle][link]
+        return (3 if end == SWITCH else 1) if self._remote else self._refuse()
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
+        return SimpleNamespace(domain=0, bus=handle, device=0)
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
+        end = self._links[handle][link]
+        if end == CPU:
+            return SimpleNamespace(domain=1, bus=99, device=0)
+        return SimpleNamespace(domain=0, bus=end, device=0) if self._remote else self._refuse()
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
+        return self._refuse() if self._p2p is None else int(not self._p2p(one, other))
+
+
+def mesh(num_gpus: int, links_each: int) -> list[list[int]]:
+    return [[other for other in range(num_gpus) if other != gpu] * links_each for gpu in range(num_gpus)]
+
+
+# Eight V100: six links each, and every GPU lacks three of the others.
+CUBE_MESH = [[1, 1, 2, 3, 3, 4], [0, 0, 2, 2, 3, 5], [0, 1, 1, 3, 3, 6], [0, 0, 1, 2, 2, 7],
+             [5, 5, 6, 7, 7, 0], [4, 4, 6, 6, 7, 1], [4, 5, 5, 7, 7, 2], [4, 4, 5, 6, 6, 3]]  # fmt: skip
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, uuid: str = "") -> tuple[Fabric, str]:
+    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    found = fabric_of(uuid=uuid)
+    assert fake.is_open == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fake", "expected", "num_links"),
+    [
+        (FakeNvml([[SWITCH] * 18] * 8), "nvswitch-18", 18),
+        (FakeNvml([[SWITCH] * 18] * 8, mig=None), "nvswitch-18", 18),
+        (FakeNvml([[SWITCH] * 18] * 4, remote=False), "nvswitch-18", 18),
+        (FakeNvml([[SWITCH] * 16 + [None] * 2] * 4), "nvswitch-16", 16),
+        (FakeNvml([[SWITCH] * 8] * 8), "nvswitch-8", 8),
+        (FakeNvml(mesh(4, 4)), "nvlink-12", 12),
+        (FakeNvml(mesh(2, 2)), "nvlink-2", 2),
+        (FakeNvml(mesh(2, 2), remote=False), "nvlink-2", 2),
+        (FakeNvml(mesh(1, 4)), "pcie", 0),
+        (FakeNvml(CUBE_MESH), "nvlink-6-partial", 6),
+        (FakeNvml([[1, 1], [0, 0], [3, 3], [2, 2]]), "nvlink-2-partial", 2),
+        (FakeNvml([[1, 1, CPU], [0, 0, CPU]]), "nvlink-3", 3),
+        (FakeNvml([[]] * 4), "pcie", 0),
+        (FakeNvml([[]] * 4, p2p=None), "pcie", 0),
+        (FakeNvml([[]] * 4, p2p=lambda one, other: one // 2 == other // 2), "pcie-nop2p", 0),
+        (FakeNvml([[]], p2p=lambda one, other: False), "pcie", 0),
+        (FakeNvml([[SWITCH] * 18] * 8, mig=frozenset({0})), "nvswitch-18-mig", 18),
+        (FakeNvml(mesh(4, 4), mig=frozenset({0})), "nvlink-12-mig", 12),
+        (FakeNvml([[]] * 2, mig=frozenset({0}), p2p=lambda one, other: False), "pcie-mig", 0),
+    ],
+)
+def test_class_of_a_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, expected: str, num_links: int) -> None:
+    found = ask(monkeypatch, fake)
+    assert (str(found[0]), found[0].num_links, found[1]) == (expected, num_links, "580.1")
+
+
+def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeNvml([[SWITCH] * 18, []], uuids={"GPU-b": 1, "MIG-s": 0})
+    assert ask(monkeypatch, fake, "b")[0].num_links == 0
+    assert ask(monkeypatch, fake, "s") == (Fabric(kind="nvswitch", num_links=18, is_mig=True), "580.1")
+    assert ask(monkeypatch, fake, "unknown")[0].num_links == 18
+
+
+def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeNvml([[SWITCH] * 18])
+    assert ask(monkeypatch, FakeNvml([])) == (Fabric(kind="pcie"), "")
+    monkeypatch.setattr(fake, "nvmlInit", fake._refuse)
+    assert ask(monkeypatch, fake) == (Fabric(kind="pcie"), "")
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
+def test_environment_of_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    import torch
+
+    properties = SimpleNamespace(name=name, multi_processor_count=16, major=9, minor=0, total_memory=10 << 30, uuid="b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(hardware, "_has_multicast", lambda device: True)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([[SWITCH] * 18]))  # type: ignore[arg-type]
+    found = hardware.detect.__wrapped__(0)
+    is_slice = "MIG" in name
+    assert found.fabric == ("nvswitch-18-mig" if is_slice else "nvswitch-18")
+    assert (found.num_sms, found.num_links, found.multicast, found.driver) == (16, 18, not is_slice, "580.1")
+    assert limits_for(found, 2).symmetric is not is_slice
+
+
+CLASSES = {
+    "nvswitch-18": ("NVLink 4, 18 links through NVSwitch", True),
+    "nvlink-12": ("NVLink 4, 12 links straight to the other GPUs", True),
+    "nvlink-1": ("NVLink 4, 1 link straight to the other GPUs", True),
+    "nvlink-4-partial": ("NVLink 4, 4 links to some of the other GPUs", True),
+    "pcie": ("PCIe without NVLink", False),
+    "pcie-nop2p": ("PCIe without NVLink, where GPUs cannot reach each other's memory", False),
+    "nvswitch-18-mig": ("NVLink 4, 18 links through NVSwitch; a MIG slice, which reaches no other GPU", False),
+    "pcie-mig": ("PCIe without NVLink; a MIG slice, which reaches no other GPU", False),
+    "loopback": ("one GPU that all ranks share: results count, times do not", True),
+    "host": ("CPU tensors in the host's shared memory", True),
+    "photons-7": ("photons-7 (a class that this version does not know)", True),
+    "nvswitch-18-partial-mig-x": ("nvswitch-18-partial-mig-x (a class that this version does not know)", True),
+}
+
+
+@pytest.mark.parametrize("text", CLASSES)
+def test_a_class_in_words_and_back(text: str) -> None:
+    words, shares = CLASSES[text]
+    assert str(Fabric.parse(text)) == text
+    assert describe_fabric(text, 90) == words
+    assert Fabric.parse(text).can_share_memory is shares
+    assert limits_for(replace(H200, fabric=text), 4).symmetric is shares
+
+
+GENERATIONS = {60: " 1", 70: " 2", 75: " 2", 80: " 3", 86: " 3", 90: " 4", 100: " 5", 103: " 5", 120: "", 0: ""}
+
+
+@pytest.mark.parametrize("capability", GENERATIONS)
+def test_generation_of_nvlink(capability: int) -> None:
+    assert describe_fabric("nvswitch-18", capability).startswith(f"NVLink{GENERATIONS[capability]}, 18 links")
+
+
+# Environments that differ
+
+
+# Another value, and tokens of what is said of it.
+OTHERS: dict[str, tuple[Any, list[str]]] = {
+    "gpu": ("NVIDIA H100", ["'NVIDIA H200' here and 'NVIDIA H100' there", "--borrow"]),
+    "num_sms": (114, ["132 here and 114 there"]),
+    "compute_capability": (100, ["90 here and 100 there"]),
+    "fabric": ("nvlink-4-partial", ["'nvlink-4-partial' there", "nvidia-smi nvlink"]),
+    "multicast": (True, ["False here and True there", "TORCH_SYMM_MEM_DISABLE_MULTICAST"]),
+    "nodes": (2, ["1 here and 2 there"]),
+}
 
 
 @pytest.mark.parametrize("name", HARD_FIELDS)
-def test_hard_fields_mismatch(name: str) -> None:
-    value = getattr(H200, name)
-    other = dataclasses.replace(H200, **{name: "other" if isinstance(value, str) else value + 1})
+def test_a_mismatch_of_a_hard_field_says_what_and_what_to_do(name: str) -> None:
+    value, tokens = OTHERS[name]
+    other = replace(H200, **{name: value})
+    (said,) = H200.mismatches(other)
+    assert all(token in said for token in tokens)
+    assert H200.differences(other).keys() == {name}
     assert H200.hard_key != other.hard_key
-    assert len(H200.mismatches(other)) == 1
-    assert name in H200.mismatches(other)[0]
     assert H200.drift(other) == []
     assert other.digest != H200.digest
 
 
 @pytest.mark.parametrize("name", SOFT_FIELDS)
 def test_soft_fields_drift(name: str) -> None:
-    other = dataclasses.replace(H200, **{name: "9.9"})
-    assert H200.hard_key == other.hard_key
-    assert H200.mismatches(other) == []
-    assert len(H200.drift(other)) == 1
-    assert name in H200.drift(other)[0]
-    assert "9.9" in H200.drift(other)[0]
+    other = replace(H200, **{name: "9.9"})
+    assert (H200.hard_key, H200.mismatches(other)) == (other.hard_key, [])
+    (said,) = H200.drift(other)
+    assert name in said
     assert other.digest != H200.digest
+
+
+def test_environment_survives_json() -> None:
+    again = Environment.from_dict(json.loads(json.dumps(H200.to_dict())))
+    assert (again, again.digest) == (H200, H200.digest)
 
 
 def test_host_environment() -> None:
     here = hardware.detect(None)
     assert here.is_host
-    assert here.num_sms == 1
-    assert not here.multicast
+    assert (here.num_sms, here.multicast) == (1, False)
     assert here.torch
     assert "host backend" in str(here)
     assert hardware.detect(None, nodes=2).hard_key != here.hard_key
@@ -57,19 +271,24 @@ def test_gpu_environment() -> None:
     assert here.nccl
 
 
-@pytest.mark.parametrize(
-    ("variables", "disabled"),
-    [
-        ({}, False),
-        ({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, True),
-        ({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "0"}, False),
-        ({"NCCL_NVLS_ENABLE": "0"}, True),
-        ({"NCCL_NVLS_ENABLE": "1"}, False),
-    ],
-)
-def test_multicast_switches(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], disabled: bool) -> None:
-    for name in ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("name", ["TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"])
+def test_multicast_switches(monkeypatch: pytest.MonkeyPatch, name: str, disabled: bool) -> None:
+    for other in ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(other, raising=False)
+    assert not hardware.multicast_disabled()
+    monkeypatch.setenv(name, str(int(disabled == name.startswith("TORCH"))))
     assert hardware.multicast_disabled() is disabled
+
+
+def test_the_nearest_environment() -> None:
+    h100 = replace(H200, gpu="NVIDIA H100 80GB HBM3")
+    nvl = replace(H200, gpu="NVIDIA H100 NVL", fabric="nvlink-12", num_sms=114)
+    b200 = replace(H200, gpu="NVIDIA B200", compute_capability=100, num_sms=148)
+    far = replace(H200, nodes=2)
+    host = hardware.detect()
+    order = [H200, h100, nvl, far, b200]
+    for count in range(len(order)):
+        assert nearest(H200, reversed(order[count:])) == order[count]
+    assert nearest(H200, [host]) is None
+    assert nearest(host, [*order, host]) == host

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.selection.interpolate import related_problems
-from tunedcomm.selection.snapshot import Row, Snapshot, matches, why_not_borrowed
+from tunedcomm.selection.snapshot import Row, matches, why_not_borrowed
 from tunedcomm.spec import Problem, get_variant
+from tunedcomm.symm.layout import limits_for
 
 H100 = replace(H200, gpu="NVIDIA H100 80GB HBM3", memory_gib=80)
 A100 = replace(H200, gpu="NVIDIA A100-SXM4-80GB", num_sms=108, compute_capability=80, fabric="nvswitch-12")
@@ -35,38 +35,28 @@ def lent(variant: str, latency_us: float, message_bytes: int = 4096, **changes: 
 # Which hardware
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("H100", True),
-        ("nvidia h100 80gb hbm3", True),
-        ("NVIDIA H?00*", True),
-        (H100.digest[:8], True),
-        (H200.digest[:8], False),
-        ("A100", False),
-    ],
-)
-def test_names(name: str, expected: bool) -> None:
-    assert matches(name, H100) is expected
+@pytest.mark.parametrize("name", ["H100", "nvidia h100 80gb hbm3", "NVIDIA H?00*", H100.digest[:8]])
+def test_names(name: str) -> None:
+    assert matches(name, H100)
+    assert not matches(name, A100)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"gpu": "NVIDIA H100", "num_sms": 114, "memory_gib": 80, "fabric": "nvswitch-8", "num_links": 8}, None),
-        ({"driver": "1", "cuda": "1", "torch": "1", "triton": "1", "nccl": "1", "gpu": "x"}, None),
+        ({"gpu": "NVIDIA H100", "num_sms": 114, "memory_gib": 80, "fabric": "nvswitch-8", "num_links": 8}, ""),
+        ({"driver": "1", "cuda": "1", "torch": "1", "triton": "1", "nccl": "1", "gpu": "x"}, ""),
         ({"compute_capability": 100}, "compute capability is 90 here and 100 there"),
-        ({"fabric": "nvswitch-18-mig"}, "kind of fabric is nvswitch here and nvswitch-mig there"),
-        ({"fabric": "pcie"}, "kind of fabric is nvswitch here and pcie there"),
+        ({"fabric": "nvswitch-18-mig"}, "nvswitch here and nvswitch-mig there"),
+        ({"fabric": "pcie"}, "nvswitch here and pcie there"),
         ({"multicast": True}, "multicast is off here and on there"),
-        ({"nodes": 2, "multicast": True}, "multicast is off.*; number of hosts"),
+        ({"nodes": 2, "multicast": True}, "number of hosts"),
     ],
 )
-def test_what_may_stand_in(changes: dict[str, Any], reason: str | None) -> None:
+def test_what_may_stand_in(changes: dict[str, Any], reason: str) -> None:
     found = why_not_borrowed(H200, replace(H200, **changes))
-    assert (found is None) == (reason is None)
-    if reason is not None and found is not None:
-        assert re.search(reason, found)
+    assert (found is None) == (reason == "")
+    assert reason in (found or "")
 
 
 # What is loaded
@@ -78,23 +68,22 @@ def stored(path: Path, *records: Trial) -> Layer:
     return Layer(path.stem, str(path))
 
 
-def loaded(snapshot_: Snapshot) -> dict[str, tuple[bool, float]]:
-    return {r.candidate.variant: (r.borrowed, r.latency_p50_us) for r in snapshot_.rows}
+def loaded(*layers: Layer, borrow: tuple[str, ...] = ("H100",), world_size: int = 4) -> dict[str, tuple[bool, float]]:
+    found = load_snapshot(H200, world_size, layers=layers, borrow=borrow)
+    return {r.candidate.variant: (r.borrowed, r.latency_p50_us) for r in found.rows}
 
 
 def test_nothing_is_borrowed_unasked(tmp_path: Path) -> None:
     layer = stored(tmp_path / "user.db", trial("one_shot", environment=H100))
-    assert load_snapshot(H200, 4, layers=[layer]).rows == ()
-    assert load_snapshot(H200, 4, layers=[layer], borrow=["A100"]).rows == ()
-    assert loaded(load_snapshot(H200, 4, layers=[layer], borrow=["H100"])) == {"one_shot": (True, 5.0)}
-    assert load_snapshot(H200, 2, layers=[layer], borrow=["H100"]).rows == (), "of this world size alone"
+    assert loaded(layer, borrow=()) == loaded(layer, borrow=("A100",)) == {}
+    assert loaded(layer) == {"one_shot": (True, 5.0)}
+    assert loaded(layer, world_size=2) == {}, "of this world size alone"
 
 
 def test_own_rows_replace_borrowed_ones_in_every_layer(tmp_path: Path) -> None:
     user = stored(tmp_path / "user.db", trial("one_shot", 3.0, environment=H100, final=True, after=9))
     packaged = stored(tmp_path / "packaged.db", trial("one_shot", 6.0, environment=OLDER), trial("two_shot", 7.0))
-    found = load_snapshot(H200, 4, layers=[user, packaged], borrow=["H100"])
-    assert loaded(found) == {"one_shot": (False, 6.0), "two_shot": (False, 7.0)}
+    assert loaded(user, packaged) == {"one_shot": (False, 6.0), "two_shot": (False, 7.0)}
 
 
 def test_what_failed_anywhere_is_not_borrowed(tmp_path: Path) -> None:
@@ -109,8 +98,7 @@ def test_what_failed_anywhere_is_not_borrowed(tmp_path: Path) -> None:
     assert {r.candidate.variant for r in found.rows} == {"lamport"}
     assert [f.candidate.variant for f in found.failures] == ["one_shot"], "failures elsewhere rule out nothing here"
     own = [trial("two_shot", problem=problem(n), after=1) for n in (64, 4096)]
-    found = load_snapshot(H200, 4, layers=[stored(tmp_path / "own.db", *records, *own)], borrow=["H100"])
-    assert loaded(found)["two_shot"] == (False, 5.0)
+    assert loaded(stored(tmp_path / "own.db", *records, *own))["two_shot"] == (False, 5.0)
 
 
 def test_it_is_said_once_what_is_borrowed_and_what_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,11 +107,8 @@ def test_it_is_said_once_what_is_borrowed_and_what_cannot_be(tmp_path: Path, cap
         for _ in range(2):
             found = load_snapshot(H200, 4, layers=[layer], borrow=["H100", "A100", "B300"])
     assert [record.getMessage() for record in caplog.records] == list(found.notes)
-    one, other, unknown = found.notes
-    assert one.startswith("1 rows are borrowed from NVIDIA H100 80GB HBM3, 132 SMs, nvswitch-18; they serve where")
-    assert other.startswith("nothing is borrowed from NVIDIA A100-SXM4-80GB")
-    assert "compute capability is 90 here and 80 there" in other
-    assert unknown == "nothing is borrowed from 'B300': no database holds such hardware"
+    tokens = ("1 rows are borrowed from NVIDIA H100", "compute capability is 90 here and 80 there", "'B300'")
+    assert all(token in note for token, note in zip(tokens, found.notes, strict=True))
 
 
 # What is decided
@@ -131,11 +116,8 @@ def test_it_is_said_once_what_is_borrowed_and_what_cannot_be(tmp_path: Path, cap
 
 def test_borrowed_rows_rank_candidates_and_predict_nothing() -> None:
     found = decide([lent("lamport", 3.0), lent("two_shot", 4.0), lent("library", 10.0)])
-    assert found.candidate == candidate("lamport")
-    assert (found.source, found.environment) == ("borrowed", H100)
-    assert found.why.startswith(
-        "borrowed from NVIDIA H100 80GB HBM3, 132 SMs, nvswitch-18, where lamport(num_blocks=4)"
-    )
+    assert (found.candidate, found.source, found.environment) == (candidate("lamport"), "borrowed", H100)
+    assert "NVIDIA H100 80GB HBM3" in found.why
     assert (found.latency_us, found.library_us, found.runner_up_us) == (None, None, None)
     assert found.runner_up == candidate("two_shot")
     assert "borrowed" in MISSES, "it is worth tuning"
@@ -145,38 +127,33 @@ def test_borrowed_rows_rank_candidates_and_predict_nothing() -> None:
 @pytest.mark.parametrize("asked", [4096, 8192, 5000])
 def test_any_answer_of_this_hardware_comes_first(asked: int) -> None:
     own = [row("two_shot", 8.0, 4096), row("two_shot", 9.0, 16384)]
-    borrowed = [lent("lamport", 1.0, n, like={}) for n in (4096, 5000, 8192)]
+    borrowed = [lent("lamport", 1.0, n) for n in (4096, 5000, 8192)]
     found = decide([*own, *borrowed], problem(asked))
     assert found.candidate == candidate("two_shot")
     assert found.source == ("exact" if asked == 4096 else "interpolated")
-    reasons = dict(found.passed_over)
-    assert reasons["lamport(num_blocks=4)"] == "measured only on NVIDIA H100 80GB HBM3, which is borrowed"
+    assert "NVIDIA H100" in dict(found.passed_over)["lamport(num_blocks=4)"]
     assert decide(own, problem(asked)).latency_us == found.latency_us
 
 
 def test_where_this_hardware_has_no_answer_both_rules_serve() -> None:
     rows = [row("two_shot", 8.0, 1 << 20), lent("lamport", 2.0, 4096), lent("lamport", 3.0, 16384)]
-    for asked in (4096, 8192):
-        found = decide(rows, problem(asked))
+    for asked in (problem(4096), problem(8192), problem(4096, dtype="float16")):
+        found = decide(rows, asked)
         assert (found.candidate, found.source) == (candidate("lamport"), "borrowed")
+    assert "dtype=bfloat16" in found.why
     assert decide(rows, problem(1 << 20)).source == "exact"
     assert decide(rows, problem(1 << 25)).source == "library"
-    relative = decide(rows, problem(4096, dtype="float16"))
-    assert (relative.source, relative.candidate) == ("borrowed", candidate("lamport"))
-    assert "dtype=bfloat16" in relative.why
 
 
 def test_borrowed_rows_must_fit_this_hardware_and_its_kernels() -> None:
-    rows = [lent("lamport", 1.0), lent("two_shot", 2.0), lent("one_shot", 3.0), lent("atomic", 0.5)]
-    rows[1] = replace(rows[1], source_hash="before")
-    no_lamport = lambda c: "132 SMs do not hold it" if c.variant == "lamport" else None  # noqa: E731
-    found = decide(rows, feasible=no_lamport)
+    stale = lent("two_shot", 2.0, source_hash="before")
+    rows = [lent("lamport", 1.0), stale, lent("one_shot", 3.0), lent("atomic", 0.5)]
+    found = decide(rows, feasible=lambda c: "132 SMs do not hold it" if c.variant == "lamport" else None)
     assert (found.candidate, found.source) == (candidate("one_shot"), "borrowed")
     reasons = dict(found.passed_over)
-    assert reasons["lamport(num_blocks=4)"] == "132 SMs do not hold it"
-    assert "source has changed" in reasons["two_shot(num_blocks=4)"]
-    assert "policy 'default'" in reasons["atomic(num_blocks=4)"]
-    assert decide([rows[1]]).source == "library"
+    for variant, token in (("lamport", "132 SMs"), ("two_shot", "source has changed"), ("atomic", "policy 'default'")):
+        assert token in reasons[f"{variant}(num_blocks=4)"]
+    assert decide([stale]).source == "library"
 
 
 # The command line
@@ -185,68 +162,62 @@ ASK = ("--op", "all_reduce", "--shape", "98304", "--world-size", "4")
 
 
 @pytest.fixture
-def databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def _databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H100 measured, and of the H200 only another world size."""
-    from tunedcomm.dispatch.communicator import limits_for
-
     kernels.discover()
-    variant = get_variant("all_reduce", "lamport")
-    asked = problem(196608)
-    values = {
-        "problem": asked,
-        "source_hash": kernels.source_hash(variant),
-        "config": variant.default(asked, limits_for(H100, 4)),
-        "final": True,
-    }
-    here = trial("library", 10.0, problem=problem(64, world_size=2), final=True)
-    stored(tmp_path / "site.db", trial("lamport", 4.0, environment=H100, **values), trial(environment=A100), here)
+    variant, asked = get_variant("all_reduce", "lamport"), problem(196608)
+    config, source_hash = variant.default(asked, limits_for(H100, 4)), kernels.source_hash(variant)
+    stored(
+        tmp_path / "site.db",
+        trial("lamport", 4.0, environment=H100, problem=asked, source_hash=source_hash, config=config, final=True),
+        trial(environment=A100),
+        trial("library", 10.0, problem=problem(64, world_size=2), final=True),
+    )
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(tmp_path / "site.db"))
     monkeypatch.setattr("tunedcomm.db.layers.packaged_databases", list)
-    return str(tmp_path / "site.db")
 
 
-def _json(*arguments: str) -> dict[str, Any]:
+def _json(*arguments: str) -> Any:
     shown = CliRunner().invoke(main.app, [*arguments, "--json"])
     assert shown.exit_code == 0, shown.output
-    return json.loads(shown.stdout)  # type: ignore[no-any-return]
+    return json.loads(shown.stdout)
 
 
-@pytest.mark.parametrize("verb", ["lookup", "explain"])
-def test_borrow_on_the_command_line(databases: str, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+@pytest.mark.usefixtures("_databases")
+@pytest.mark.parametrize("verb", ["lookup", pytest.param("explain", marks=pytest.mark.slow)])
+def test_borrow_on_the_command_line(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     ask = (verb, *ASK, "--hardware", H200.digest)
     answers = [_json(*ask), _json(*ask, "--borrow", "H100"), _json(*ask, "--borrow", "A100")]
     monkeypatch.setenv("TUNEDCOMM_BORROW", "B300,H100")
     answers.append(_json(*ask))
     assert [answer["source"] for answer in answers] == ["library", "borrowed", "library", "borrowed"]
     for answer in (answers[1], answers[3]):
-        assert answer["variant"] == "lamport"
-        assert answer["why"].startswith("borrowed from NVIDIA H100 80GB HBM3")
+        assert (answer["variant"], answer["latency_us"]) == ("lamport", None)
         assert answer["environment"]["gpu"] == H100.gpu
-        assert answer["latency_us"] is None
 
 
-def test_doctor_knows_this_machine(databases: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunedcomm.cli.doctor.environment_here", lambda: replace(H200, driver="999"))
-    (line,) = check_this_machine()
-    assert line.level == "ok"
-    assert "driver 570.1 → 999" in line.detail
-    monkeypatch.setattr("tunedcomm.cli.doctor.environment_here", lambda: replace(H200, multicast=True))
-    (line,) = check_this_machine()
-    assert line.level == "warn"
-    assert "the nearest is NVIDIA H200" in line.detail
-    assert "multicast is True here and False there" in line.detail
+@pytest.mark.usefixtures("_databases")
+def test_doctor_knows_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, level, token in (
+        ({"driver": "999"}, "ok", "driver 570.1 → 999"),
+        ({"multicast": True}, "warn", "multicast is True here and False there"),
+    ):
+        monkeypatch.setattr("tunedcomm.cli.doctor.environment_here", lambda changes=changes: replace(H200, **changes))
+        (line,) = check_this_machine()
+        assert line.level == level
+        assert token in line.detail
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", "")
     (line,) = check_this_machine()
-    assert "no database holds anything" in line.detail
+    assert "no database" in line.detail
 
 
-def test_doctor_says_what_may_be_borrowed(databases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_databases")
+def test_doctor_says_what_may_be_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tunedcomm.cli.doctor.environment_here", lambda: H200)
-    unknown, may, cannot = check_borrowing(["B300", "H100", "A100"])
-    assert (unknown.level, may.level, cannot.level) == ("warn", "ok", "warn")
-    assert "'B300'" in unknown.detail
-    assert may.detail.startswith("NVIDIA H100 80GB HBM3")
-    assert "compute capability is 90 here and 80 there" in cannot.detail
+    checks = list(check_borrowing(["B300", "H100", "A100"]))
+    tokens = ("'B300'", "NVIDIA H100", "90 here and 80 there")
+    assert [check.level for check in checks] == ["warn", "ok", "warn"]
+    assert all(token in check.detail for check, token in zip(checks, tokens, strict=True))
     shown = CliRunner().invoke(main.app, ["doctor", "--borrow", "B300", "--json"])
     assert "borrowing" in {check["name"] for check in json.loads(shown.stdout)}
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tunedcomm import settings
@@ -17,62 +19,47 @@ def test_table_is_sorted_and_complete() -> None:
         assert setting.meaning.endswith(".")
 
 
-def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TUNEDCOMM_DB", raising=False)
-    assert settings.borrow() == ()
-    assert settings.check() == (0, False)
-    assert settings.debug() is False
-    assert settings.db_url() is None
-    assert settings.db_network() == "auto"
-    assert settings.db_path() == ()
-    assert settings.db_patience_s() == 600.0
-    assert settings.forced("all_reduce") is None
-    assert settings.log_level() == "warning"
-    assert settings.mode() == "cached"
-    assert settings.peer_timeout_s() == 60.0
-    assert settings.workspace_bytes() == 64 << 20
-
-
-def test_values_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNEDCOMM_DB", " /data/tuned.db ")
-    monkeypatch.setenv("TUNEDCOMM_DB_PATIENCE_S", "0")
-    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "No")
-    monkeypatch.setenv("TUNEDCOMM_BORROW", " H100 ,, NVIDIA H100* ")
-    monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "lamport")
-    monkeypatch.setenv("TUNEDCOMM_LOG", "DEBUG")
-    monkeypatch.setenv("TUNEDCOMM_MODE", "off")
-    monkeypatch.setenv("TUNEDCOMM_PEER_TIMEOUT_S", "0.5")
-    monkeypatch.setenv("TUNEDCOMM_WORKSPACE_MIB", "128")
-    assert settings.db_url() == "/data/tuned.db"
-    assert settings.db_patience_s() == 0.0
-    assert settings.db_network() == "no"
-    assert settings.borrow() == ("H100", "NVIDIA H100*")
-    assert settings.forced("all_reduce") == "lamport"
-    assert settings.forced("all_gather") is None
-    assert settings.log_level() == "debug"
-    assert settings.mode() == "off"
-    monkeypatch.setenv("TUNEDCOMM_NAN_CHECK", "Yes")
-    monkeypatch.setenv("TUNEDCOMM_NODE_OF_RANK", "0, 0,1 ,1")
-    monkeypatch.setenv("TUNEDCOMM_CHECK", "100")
-    assert settings.check() == (100, False)
-    monkeypatch.setenv("TUNEDCOMM_CHECK", " 8, Fallback")
-    assert settings.check() == (8, True)
-    monkeypatch.setenv("TUNEDCOMM_DEBUG", "on")
-    assert settings.debug() is True
-    assert settings.nan_check() is True
-    assert settings.node_of_rank() == (0, 0, 1, 1)
-    assert settings.peer_timeout_s() == 0.5
-    assert settings.workspace_bytes() == 128 << 20
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"), [("0", False), ("Off", False), ("1", True), ("yes", True), ("/m.jsonl", "/m.jsonl")]
+    ("name", "default", "text", "value"),
+    [
+        ("borrow", (), " H100 ,, NVIDIA H100* ", ("H100", "NVIDIA H100*")),
+        ("check", (0, False), "100", (100, False)),
+        ("check", (0, False), " 8, Fallback", (8, True)),
+        ("db_network", "auto", "No", "no"),
+        ("db_path", (), None, None),
+        ("db_patience_s", 600.0, "0", 0.0),
+        ("debug", False, "on", True),
+        ("log_level", "warning", "DEBUG", "debug"),
+        ("miss_log", None, "0", False),
+        ("miss_log", None, "Off", False),
+        ("miss_log", None, "1", True),
+        ("miss_log", None, "yes", True),
+        ("miss_log", None, "/m.jsonl", "/m.jsonl"),
+        ("mode", "cached", "off", "off"),
+        ("nan_check", False, "Yes", True),
+        ("node_of_rank", None, "0, 0,1 ,1", (0, 0, 1, 1)),
+        ("peer_timeout_s", 60.0, "0.5", 0.5),
+        ("workspace_bytes", 64 << 20, "128", 128 << 20),
+    ],
 )
-def test_the_log_of_misses_is_a_file_or_a_switch(
-    monkeypatch: pytest.MonkeyPatch, text: str, expected: str | bool
+def test_values_are_read_at_the_call(
+    monkeypatch: pytest.MonkeyPatch, name: str, default: Any, text: str | None, value: Any
 ) -> None:
-    monkeypatch.setenv("TUNEDCOMM_MISS_LOG", text)
-    assert settings.miss_log() == expected
+    read = getattr(settings, name)
+    assert default is None or read() == default
+    if text is not None:
+        variable = {"log_level": "LOG", "workspace_bytes": "WORKSPACE_MIB"}.get(name, name.upper())
+        monkeypatch.setenv(f"TUNEDCOMM_{variable}", text)
+        assert read() == value
+
+
+def test_the_database_and_what_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TUNEDCOMM_DB", raising=False)
+    assert (settings.db_url(), settings.forced("all_reduce")) == (None, None)
+    monkeypatch.setenv("TUNEDCOMM_DB", " /data/tuned.db ")
+    monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "lamport")
+    assert settings.db_url() == "/data/tuned.db"
+    assert (settings.forced("all_reduce"), settings.forced("all_gather")) == ("lamport", None)
 
 
 @pytest.mark.parametrize(
