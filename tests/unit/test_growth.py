@@ -7,58 +7,31 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 
-VARIANT = '''
-"""A new variant of all_reduce: nothing but this file knows of it."""
-
+VARIANT = """
+from spec_samples import toy_variant
 from tunedcomm.space import Choice, Space
-from tunedcomm.spec import Variant, register_variant
+from tunedcomm.spec import register_variant
 
 register_variant(
-    Variant(
-        op="all_reduce",
-        name="dummy_ring",
-        numerics="ordered",
-        summary="a dummy",
-        space=Space({"num_blocks": Choice(1, 2), "eager": Choice(False, True)}),
+    toy_variant(
+        "all_reduce",
+        "dummy_ring",
+        Space({"num_blocks": Choice(1, 2), "eager": Choice(False, True)}),
         infeasible=lambda problem, config, limits: "two is too many" if config["num_blocks"] == 2 else None,
-        default=lambda problem, limits: {"num_blocks": 1, "eager": False},
-        bind=lambda problem, config, workspace: lambda inputs, outputs, stream: outputs[0].fill_(7),
-        num_blocks=lambda problem, config: config["num_blocks"],
     )
 )
-'''
+"""
+OP = """
+from spec_samples import toy_op
+from tunedcomm.spec import register_op
 
-OP = '''
-"""A new op: this folder."""
+register_op(toy_op("dummy_op"))
+"""
 
-from tunedcomm.spec import OpSpec, register_op
-
-register_op(
-    OpSpec(
-        name="dummy_op",
-        summary="a dummy",
-        reductions=(),
-        dtypes=("float32",),
-        shape_help="number of elements",
-        rank_of_shape=1,
-        make_inputs=lambda problem, rank, seed, kind, device: (),
-        make_outputs=lambda problem, device: (),
-        reference=lambda problem, inputs, rank: (),
-        tolerance={"float32": 0.0},
-        message_bytes=lambda problem: problem.nbytes,
-        busbw_factor=None,
-        default_shapes=lambda backend, itemsize: [(1024,)],
-    )
-)
-'''
-
-LIBRARY = VARIANT.replace('op="all_reduce"', 'op="dummy_op"').replace('name="dummy_ring"', 'name="library"')
+LIBRARY = VARIANT.replace("all_reduce", "dummy_op").replace("dummy_ring", "library")
 
 # One process of its own, so that the dummies stay out of the other tests' registries.
 GROW = """
@@ -121,10 +94,8 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the library says of itself with one file for a variant and one folder for an op added to it."""
-    folder = tmp_path_factory.mktemp("grown")
+def test_one_file_is_a_variant_and_one_folder_an_op(tmp_path: Path) -> None:
+    folder = tmp_path / "grown"
     for name, text in (
         ("all_reduce/dummy_ring.py", VARIANT),
         ("dummy_op/__init__.py", ""),
@@ -135,21 +106,11 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     env = {name: value for name, value in os.environ.items() if not name.startswith("TUNEDCOMM_")}
-    env.update(PYTHONPATH=str(ROOT), TRITON_INTERPRET="1", COLUMNS="200")
-    done = subprocess.run(
-        [sys.executable, "-c", GROW, str(folder / "files"), str(folder / "grown.db")],
-        env=env,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env.update(PYTHONPATH=os.pathsep.join([str(ROOT), str(Path(__file__).parent)]), TRITON_INTERPRET="1", COLUMNS="200")
+    command = [sys.executable, "-c", GROW, str(folder / "files"), str(folder / "grown.db")]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
-def test_one_file_is_a_variant_and_one_folder_an_op(grown: dict[str, Any]) -> None:
+    grown = json.loads(done.stdout)
     assert {"dummy_ring", "lamport"} <= set(grown["variants"])
     assert grown["candidates"] == [f"dummy_ring(eager={eager}, num_blocks=1)" for eager in (False, True)]
     assert grown["candidates"][0] in grown["tuner"]

@@ -95,7 +95,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     # 7. A lost peer is an error
     "Every wait in a kernel is bounded": (
-        "unit/test_unbounded.py::test_a_spinning_variant_is_not_chosen_however_fast_it_was",
+        "unit/test_shipped.py::test_a_spinning_variant_is_not_chosen_however_fast_it_was",
         "multirank/test_lost_peer.py::test_a_peer_that_is_killed",
     ),
     "When it expires the host raises": ("multirank/test_lost_peer.py::test_a_peer_that_never_calls",),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,9 @@ from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Snapshot
-from tunedcomm.spec import Limits, Mode, Problem, get_op, get_variant
+from tunedcomm.spec import Candidate, Problem, get_op, get_variant
 
 SHIPPED = packaged_databases()
 README = Path(__file__).parents[2] / "tuning_db" / "README.md"
@@ -29,108 +32,92 @@ FLOP_A_US = {"bfloat16": 989e6, "float16": 989e6, "float8_e4m3fn": 1979e6}
 LAUNCH_US = 0.5
 
 
+PATHS = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+
+
+@functools.cache
+def trials_of(path: Path, *, final: bool | None = None) -> tuple[Trial, ...]:
+    kernels.discover()
+    with Database.open(path, readonly=True, immutable=True) as database:
+        return tuple(database.trials(final=final))
+
+
+@functools.cache
+def snapshot_of(path: Path, world_size: int) -> Snapshot:
+    environment = trials_of(path)[0].environment
+    return load_snapshot(environment, world_size, layers=[Layer("packaged", str(path))], strict=True)
+
+
+def decided(problem: Problem) -> Decision:
+    """What the database for this many ranks answers."""
+    (path,) = [path for path in SHIPPED if f"x{problem.world_size}" in path.name]
+    snapshot = snapshot_of(path, problem.world_size)
+    return decide(problem, snapshot, limits_for(snapshot.environment, problem.world_size))
+
+
 def test_both_world_sizes_are_shipped() -> None:
     assert [path.name for path in SHIPPED] == ["h200-nvswitch18-x2.db", "h200-nvswitch18-x4.db"]
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+@PATHS
 def test_no_row_is_retired_by_a_changed_kernel(path: Path) -> None:
-    kernels.discover()
-    with Database.open(path, readonly=True, immutable=True) as database:
-        for trial in database.trials(final=True):
-            variant = get_variant(trial.problem.op, trial.variant)
-            assert trial.source_hash == kernels.source_hash(variant), (
-                f"the kernels of {trial.variant} changed since {path.name} was made: tune and export it anew"
-            )
+    for trial in trials_of(path, final=True):
+        assert trial.source_hash == kernels.source_hash(get_variant(trial.problem.op, trial.variant)), (
+            f"the kernels of {trial.variant} changed since {path.name} was made: tune and export it anew"
+        )
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_the_readme_names_the_file(path: Path) -> None:
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert f"`{path.name}`" in README.read_text(encoding="utf-8")
-    assert digest[:16] in README.read_text(encoding="utf-8"), f"{path.name} has the digest {digest}"
+@PATHS
+def test_the_readme_names_the_file_and_its_digest(path: Path) -> None:
+    readme = README.read_text(encoding="utf-8")
+    assert f"`{path.name}`" in readme
+    assert hashlib.sha256(path.read_bytes()).hexdigest()[:16] in readme
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+@PATHS
 def test_an_export_decides_the_same(path: Path, tmp_path: Path) -> None:
     export = export_database([path], tmp_path / "out.db")
-    with Database.open(path, immutable=True) as database:
-        (environment,) = database.environments()
     for world_size in (2, 4):
-        digests = {
-            load_snapshot(environment, world_size, layers=[Layer("packaged", str(file))], strict=True).digest
-            for file in (path, tmp_path / "out.db")
-        }
-        assert len(digests) == 1
+        assert snapshot_of(path, world_size).digest == snapshot_of(tmp_path / "out.db", world_size).digest
     assert export.left_out == 0, "a shipped file is what an export makes of it"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_every_size_of_the_sweep_is_answered(path: Path, mode: Mode, dtype: str) -> None:
-    """By a final of its own."""
-    world_size = 4 if "x4" in path.name else 2
-    for shape in get_op("all_reduce").default_shapes("cuda", 2):
-        assert_won(path, Problem("all_reduce", shape, dtype, world_size, mode=mode))
-
-
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": d, "mode": m} for d in ("bfloat16", "float16") for m in ("graph", "eager")] + [{"in_place": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_calls_in_place_are_answered_by_what_was_tuned_in_place(world_size: int) -> None:
-    path = next(path for path in SHIPPED if f"x{world_size}" in path.name)
+def test_every_size_of_the_sweep_is_answered(world_size: int, changes: dict[str, Any]) -> None:
+    """By a final of this very problem, which is no slower than the library."""
+    kernels.discover()
     for shape in get_op("all_reduce").default_shapes("cuda", 2):
-        assert_won(path, Problem("all_reduce", shape, "bfloat16", world_size, in_place=True))
+        problem = replace(Problem("all_reduce", shape, "bfloat16", world_size), **changes)
+        decision = decided(problem)
+        assert decision.source == "exact", problem
+        assert decision.latency_us <= decision.library_us
+        if problem.nbytes <= 64 << 20:
+            assert decision.candidate.variant != "library", problem
 
 
 def test_an_odd_size_runs_in_one_round() -> None:
     """169 packets of 16 bytes: both neighbours' winners have 128 threads or cannot run."""
-    path = next(path for path in SHIPPED if "x2" in path.name)
-    snapshot, limits = snapshot_of(path, 2)
-    decision = decide(Problem("all_reduce", (1349,), "bfloat16", 2), snapshot, limits)
+    decision = decided(Problem("all_reduce", (1349,), "bfloat16", 2))
     assert decision.source == "interpolated"
     config = decision.candidate.config_dict
     assert (decision.candidate.variant, config["num_blocks"], config["num_warps"]) == ("lamport", 2, 4)
 
 
-def assert_won(path: Path, problem: Problem) -> None:
-    """By a final of this very problem, which is no slower than the library."""
-    snapshot, limits = snapshot_of(path, problem.world_size)
-    decision = decide(problem, snapshot, limits)
-    assert decision.source == "exact", problem
-    assert decision.library_us is not None
-    assert decision.latency_us is not None
-    assert decision.latency_us <= decision.library_us
-    if problem.nbytes <= 64 << 20:
-        assert decision.candidate.variant != "library", problem
-
-
-@functools.cache
-def snapshot_of(path: Path, world_size: int) -> tuple[Snapshot, Limits]:
-    kernels.discover()
-    with Database.open(path, readonly=True, immutable=True) as database:
-        (environment,) = database.environments()
-    snapshot = load_snapshot(environment, world_size, layers=[Layer("packaged", str(path))], strict=True)
-    return snapshot, limits_for(environment, world_size)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
+@PATHS
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce_bias", "all_reduce_rms_norm"])
-def test_the_other_ops_are_answered(op: str, world_size: int) -> None:
+def test_the_other_ops_are_answered(op: str, path: Path) -> None:
     """By a kernel at every size that was tuned, by its own final."""
-    kernels.discover()
-    (path,) = [path for path in SHIPPED if f"x{world_size}" in path.name]
-    with Database.open(path, readonly=True, immutable=True) as database:
-        (environment,) = database.environments()
-        asked = {trial.problem for trial in database.trials(op=op, final=True)}
-    snapshot = load_snapshot(environment, world_size, layers=[Layer("packaged", str(path))], strict=True)
-    limits = limits_for(environment, world_size)
+    asked = {trial.problem for trial in trials_of(path, final=True) if trial.problem.op == op}
     assert len(asked) >= 5
     for problem in asked:
-        decision = decide(problem, snapshot, limits)
+        decision = decided(problem)
         assert decision.source == "exact", problem
         assert decision.candidate.variant != "library", problem
-        assert decision.latency_us is not None
-        assert decision.library_us is not None
         assert decision.latency_us < decision.library_us
 
 
@@ -150,7 +137,7 @@ def possible_us(trial: Trial) -> float:
     return max(links, LAUNCH_US, 2.0 * problem.numel / FLOP_A_US[problem.dtype])
 
 
-def impossible(trials: list[Trial]) -> list[str]:
+def impossible(trials: Iterable[Trial]) -> list[str]:
     """Sentences about `ok` rows with a time, their own or the library's, that is less than possible."""
     return [
         f"{trial.problem} {trial.variant}: {us:.2f} µs, and no less than {possible_us(trial):.2f} µs is possible"
@@ -161,14 +148,11 @@ def impossible(trials: list[Trial]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+@PATHS
 def test_every_time_is_possible(path: Path) -> None:
     """Rows of half of the least time would be found, whatever their op, and rows a tenth above it would not."""
-    kernels.discover()
-    with Database.open(path, readonly=True, immutable=True) as database:
-        trials = list(database.trials())
-    assert impossible(trials) == []
-    of_each_op = {trial.problem.op: trial for trial in trials if trial.status == "ok"}
+    assert impossible(trials_of(path)) == []
+    of_each_op = {trial.problem.op: trial for trial in trials_of(path) if trial.status == "ok"}
     assert len(of_each_op) >= 9
     for trial in of_each_op.values():
         for share, is_found in ((0.5, True), (1.1, False)):
@@ -195,7 +179,22 @@ def test_every_time_is_possible(path: Path) -> None:
     ids=str,
 )
 def test_the_least_time_by_hand(problem: Problem, us: float) -> None:
-    kernels.discover()
-    with Database.open(SHIPPED[0], readonly=True, immutable=True) as database:
-        trial = next(iter(database.trials(final=True)))
-    assert possible_us(replace(trial, problem=problem)) == pytest.approx(us, abs=0.01)
+    assert possible_us(replace(trials_of(SHIPPED[0])[0], problem=problem)) == pytest.approx(us, abs=0.01)
+
+
+def test_a_spinning_variant_is_not_chosen_however_fast_it_was() -> None:
+    """Nothing ends its waits: it is measured, and runs by name only."""
+    path, problem = SHIPPED[1], Problem("all_reduce", (65536,), "bfloat16", 4)
+    spinning, snapshot = get_variant("all_reduce", "torch_one_shot"), snapshot_of(path, 4)
+    assert not spinning.bounded
+    library = next(row for row in snapshot.family_rows(problem) if row.problem == problem and row.is_library)
+    candidate, times = (
+        Candidate.of("all_reduce", spinning.name, {}),
+        ("latency_p10_us", "latency_p50_us", "latency_p90_us"),
+    )
+    row = replace(library, candidate=candidate, source_hash=kernels.source_hash(spinning), **dict.fromkeys(times, 0.1))
+    richer, limits = replace(snapshot, rows=(*snapshot.rows, row)), limits_for(snapshot.environment, 4)
+    chosen = decide(problem, richer, limits)
+    assert chosen.candidate != candidate
+    assert "for ever" in dict(chosen.passed_over)[str(candidate)]
+    assert decide(problem, richer, limits, forced=candidate).candidate == candidate
