@@ -1,54 +1,80 @@
+"""What importing tunedcomm gives and costs: public names, errors, nothing heavy; kernels interpreted without a GPU."""
+
 from __future__ import annotations
 
+import inspect
+import os
 import statistics
 import subprocess
 import sys
 
 import pytest
+from quick import some
 
 import tunedcomm
+from tunedcomm import errors
 
 IMPORT_BUDGET_S = 0.3
-# A busy machine can slow one start-up down: the median of some, torch alone and with tunedcomm in turn.
-REPEATS = 3
+ERRORS = {
+    name: value
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, errors.TunedCommError)
+}
 
 
 def test_public_names_are_listed_once_and_resolve() -> None:
     assert len(tunedcomm.__all__) == len(set(tunedcomm.__all__))
-    assert "all_reduce" in tunedcomm.__all__
+    assert {"all_reduce", *errors.__all__} <= set(tunedcomm.__all__) <= set(dir(tunedcomm))
     for name in tunedcomm.__all__:
         assert getattr(tunedcomm, name) is not None, name
-
-
-def test_every_error_is_public() -> None:
-    from tunedcomm import errors
-
-    assert set(errors.__all__) <= set(tunedcomm.__all__)
-
-
-def test_dir_lists_the_public_names() -> None:
-    assert set(tunedcomm.__all__) <= set(dir(tunedcomm))
-
-
-def test_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(tunedcomm, "all_redoose")
 
 
-def _seconds(code: str) -> float:
-    timed = f"import time; import torch; begin = time.process_time(); {code}; print(time.process_time() - begin)"
-    done = subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_every_error_is_documented_and_caught_as_a_builtin_one(name: str) -> None:
+    assert errors.__all__ == sorted(ERRORS)
+    assert ERRORS[name].__doc__
+    builtin = (ImportError, ValueError, RuntimeError, TimeoutError)
+    assert name == "TunedCommError" or issubclass(ERRORS[name], builtin)
+    assert issubclass(ERRORS[name], errors.DatabaseError) is name.startswith("Database")
+
+
+def run(code: str, **changes: str) -> tuple[list[str], str]:
+    """Lines that a process without GPUs prints, and its stderr."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env.update(CUDA_VISIBLE_DEVICES="", **changes)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    return done.stdout.splitlines(), done.stderr
 
 
 @pytest.mark.slow
 def test_import_is_cheap_beside_torch() -> None:
-    assert statistics.median(_seconds("import tunedcomm") for _ in range(REPEATS)) <= IMPORT_BUDGET_S
+    code = "import time, torch; begin = time.process_time(); import tunedcomm; print(time.process_time() - begin)"
+    # A busy machine can slow one start-up down: the median of some.
+    assert statistics.median(float(run(code)[0][0]) for _ in range(3)) <= IMPORT_BUDGET_S
 
 
-def test_import_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, tunedcomm; "
-        "print(sorted({'torch', 'triton', 'sqlalchemy', 'optuna', 'alembic', 'typer', 'rich'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_import_loads_nothing_heavy_and_sets_nothing() -> None:
+    heavy = {"torch", "triton", "sqlalchemy", "optuna", "alembic", "typer", "rich"}
+    said, _ = run(f"import os, sys, tunedcomm; print({heavy} & {{*sys.modules}}, 'TRITON_INTERPRET' in os.environ)")
+    assert said == ["set() False"]
+
+
+# Interpreter or compiler
+
+TELL = "from tunedcomm.kernels.common import sync; print(bool(sync.INTERPRET), os.environ.get('TRITON_INTERPRET'))"
+
+
+@pytest.mark.parametrize("name", some(["all_reduce", "fusion_pass", "intercept", "operators"], 4))
+def test_kernels_are_interpreted_without_a_gpu_whatever_is_touched_first(name: str) -> None:
+    line = "from tunedcomm.integrations import operators" if name == "operators" else f"tunedcomm.{name}"
+    said, warned = run("\n".join(["import os, tunedcomm, torch", line, TELL]))
+    assert said == ["True 1"]
+    assert "imported before" not in warned
+
+
+def test_triton_before_tunedcomm_is_warned_of_and_what_the_user_set_stays() -> None:
+    said, warned = run(f"import os, triton, tunedcomm.kernels\n{TELL}")
+    assert said == ["False None"]
+    assert "TRITON_INTERPRET=1" in warned
+    assert run(f"import os, tunedcomm.kernels\n{TELL}", TRITON_INTERPRET="0")[0] == ["False 0"]

@@ -1,0 +1,80 @@
+"""How intercepted groups get at their communicator, and what `fusion_pass` refuses where there are no ranks."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tunedcomm
+from tunedcomm.integrations import intercept, serving
+from tunedcomm.integrations.intercept import RoutedGroup
+
+CPU = torch.device("cpu")
+
+
+class Group:
+    """Stands for a process group."""
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle a process group")
+
+
+GROUP: Any = Group()
+
+
+def test_a_serving_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def found(group: Any, device: Any = None) -> Any:
+        asked.append(device)
+        return SimpleNamespace(group=group, device=device, rank=0, world_size=2)
+
+    for module in (serving, intercept):
+        monkeypatch.setattr(module, "get_communicator", found)
+    assert serving.ServingAllReduce(GROUP, CPU)._routed.communicator.device == CPU
+    assert asked == [CPU] * 2
+
+
+def test_a_communicator_forgotten_while_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(RoutedGroup):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, None if name == "_communicator" else value)
+
+    made = object()
+    monkeypatch.setattr(intercept, "get_communicator", lambda group, device=None: made)
+    assert Forgetful(GROUP, CPU).communicator is made
+
+
+def test_fusion_needs_a_group_a_known_version_and_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tunedcomm.integrations import fusion
+
+    with pytest.raises(tunedcomm.NotInitializedError, match="init_process_group"):
+        tunedcomm.fusion_pass()
+    for version in ("2.10.1", "2.14.0+cu130"):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "__version__", version)
+            with pytest.raises(tunedcomm.UnsupportedVersionError, match=r"torch 2\.11 to"):
+                tunedcomm.fusion_pass()
+    monkeypatch.setattr(fusion, "config", object())
+    with pytest.raises(tunedcomm.UnsupportedVersionError, match=r"tunedcomm\.ag_gemm"):
+        tunedcomm.fusion_pass()
+
+
+def test_the_settings_of_inductor_can_be_copied_with_the_pass() -> None:
+    from tunedcomm.integrations.fusion import FusionPass
+
+    fusion = FusionPass((GROUP,), "pays", "default", None, None)
+    assert copy.deepcopy({"post_grad_custom_post_pass": fusion})["post_grad_custom_post_pass"] is fusion
+
+
+@pytest.mark.slow
+def test_inductor_is_not_imported_for_other_names() -> None:
+    code = "import sys, tunedcomm; tunedcomm.gemm_rs; print('tunedcomm.integrations.fusion' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
