@@ -44,21 +44,14 @@ _P90_DEVIATIONS = 1.2816
 class Replay:
     """Answers commands from recorded trials.
 
-    A candidate's newest trial counts; commands of a search prefer a trial of a search and those of the finals one of
-    the finals, and either answers for the other where it is alone. Statuses without a latency are answered as they
-    were recorded. Where there is a latency, it is what the first look sees, and `ok` or `pruned` is decided anew from
-    the command's threshold, by the same rule as on GPUs: a search in another order prunes other candidates.
-
-    A candidate that was never measured on a problem is answered `infeasible`, with a reason that says so: it costs the
-    search a trial and can win nothing, so that no latency is ever made up.
-
-    Which source the kernels had does not matter to answers.
+    A candidate's newest trial counts; a search prefers trials of searches, the finals those of finals. Where there is
+    a latency, `ok` or `pruned` is decided anew from the command's threshold, by the same rule as on GPUs. A candidate
+    that was never measured on a problem is `infeasible`: no latency is ever made up.
 
     Args:
         records: trials of one environment, in any order.
-        noise_seed: None answers recorded medians as they are. A number moves each median by what the recorded spread
-            and the number of rounds make likely, the same for the same seed, problem, candidate and rounds, whatever
-            was asked before.
+        noise_seed: None answers recorded medians as they are; a number moves each by what the recorded spread and the
+            number of rounds make likely, the same for the same seed, problem, candidate and rounds.
     """
 
     def __init__(self, records: Iterable[Trial], *, noise_seed: int | None = None) -> None:
@@ -152,23 +145,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRun:
-    """What a replayed search did.
+    """What a replayed search did."""
 
-    Attributes:
-        steps: commands in the order in which their answers came.
-        stored: what is known afterwards, what was known before included, oldest first.
-        reason: `done`, `budget`, or `interrupted` by `max_trials`.
-        num_gangs: gangs that a sweep would have started.
-        seconds: on the simulated clock.
-        dropped: variants that were left alone in the end.
-    """
-
-    steps: tuple[Step, ...]
-    stored: tuple[Trial, ...]
-    reason: str
-    num_gangs: int
-    seconds: float
-    dropped: frozenset[str]
+    steps: tuple[Step, ...]  # in the order in which answers came
+    stored: tuple[Trial, ...]  # what is known afterwards, what was known before included, oldest first
+    reason: str  # `done`, `budget`, or `interrupted` by `max_trials`
+    num_gangs: int  # that a sweep would have started
+    seconds: float  # on the simulated clock
+    dropped: frozenset[str]  # variants that were left alone in the end
 
     def table(self) -> dict[tuple[Problem, Candidate, bool], Trial]:
         """The last trial of each candidate by problem, in a search (False) and in the finals (True)."""
@@ -204,9 +188,9 @@ def run_search(
         problems: in the order in which they are tuned.
         settings: how; `settings.gangs` of them answer side by side.
         replay: answers.
-        limits: of the recorded machine, e.g. `communicator.limits_for(replay.environment, world_size)`.
-        stored: trials of the replay's environment that are known already, e.g. an earlier run's.
-        seconds_left: of the budget; None is no bound.
+        limits: of the recorded machine.
+        stored: trials that are known already, e.g. an earlier run's.
+        seconds_left: of the budget.
         max_trials: stop after so many answers, as a kill would.
         trial_seconds: how long a gang is busy with a trial, on a simulated clock.
         kind: of coordinator, which `prepare` is called with before it is asked for a command.

@@ -7,36 +7,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from replay import read_recording
+from replay import recorded
+from verify_samples import all_of
 
-from tunedcomm import kernels
-from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import dispatcher
 from tunedcomm.spec import Mode, get_variant
 from tunedcomm.symm.layout import limits_for
 
-RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
-
 GEMM_SPEEDUPS = {"512x8192x3584": 1.35, "4096x8192x3584": 0.94, "4096x8192x8192": 1.12}
-
-
-def recorded_trials() -> list[Trial]:
-    """The sweep's trials."""
-    return list(read_recording(RECORDING))
 
 
 def recorded_database(path: Path) -> Path:
     """The sweep as the database that it made; searches and finals."""
     with Database.open(path, create=True) as database:
-        database.record(recorded_trials())
+        database.record(recorded())
     return path
 
 
 def stored_trials(path: Path, times: Mapping[str, tuple[float, float]], mode: Mode = "graph") -> Path:
     """A database of finals of all_reduce of 512 elements: variant to its µs and the library's in its run."""
-    kernels.discover()
-    like = next(t for t in read_recording(RECORDING) if t.problem.shape == (512,) and t.variant == "library")
+    like = next(t for t in recorded() if t.problem.shape == (512,) and t.variant == "library")
     limits = limits_for(like.environment, like.problem.world_size)
     trials = []
     for name, (us, library_us) in times.items():
@@ -49,9 +40,7 @@ def stored_trials(path: Path, times: Mapping[str, tuple[float, float]], mode: Mo
                 numerics=variant.numerics,
                 source_hash=dispatcher.source_hash_of("all_reduce", name) or "",
                 config=variant.default(like.problem, limits),
-                latency_p10_us=us,
-                latency_p50_us=us,
-                latency_p90_us=us,
+                **all_of(us),
                 baseline_p50_us=library_us,
                 final=True,
                 status="ok",

@@ -26,7 +26,6 @@ from tunedcomm.cli.main import app
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ELSEWHERE = {"adding_a_variant.md": "tests/multirank/test_plugins.py"}
-RUN_S = 150
 PREAMBLE = """
 import functools, torch, torch.distributed, tunedcomm
 torch.compile = functools.partial(torch.compile, backend="aot_eager")  # Inductor is tested elsewhere
@@ -128,7 +127,7 @@ def run(command: list[str], folder: Path) -> None:
         "TRITON_INTERPRET": "1",
     }
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=RUN_S, check=False
+        command, cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -24,17 +22,10 @@ PAGES += [ROOT / "tuning_db" / "README.md", ROOT / "bench" / "peers" / "README.m
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8 e4m3": "float8_e4m3fn"}
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["generate"] = module
-    spec.loader.exec_module(module)
-    return module
+sys.path.append(str(ROOT / "docs"))
 
+import generate  # noqa: E402
 
-generate = load()
 kernels.discover()
 
 
@@ -81,12 +72,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_pages_that_sources_name_exist() -> None:
-    named = set()
-    for folder in ("tunedcomm", "tests", "bench", "examples", ".ci"):
-        for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".sh", ".md") or path.name == "run":
-                named |= set(re.findall(r"docs/[a-z_]+\.(?:md|py)", path.read_text(encoding="utf-8")))
-    named |= set(re.findall(r"docs/[a-z_]+\.(?:md|py)", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    found = [
+        path for folder in ("tunedcomm", "tests", "bench", "examples", ".ci") for path in (ROOT / folder).rglob("*")
+    ]
+    sources = [path for path in found if path.suffix in (".py", ".sh", ".md") or path.name == "run"]
+    texts = [path.read_text(encoding="utf-8") for path in (*sources, ROOT / "Makefile")]
+    named = {name for text in texts for name in re.findall(r"docs/[a-z_]+\.(?:md|py)", text)}
     assert "docs/ops.md" in named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
@@ -101,13 +92,8 @@ def test_every_page_is_in_the_readme_and_on_the_menu() -> None:
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="mkdocs-material is not installed (extra `docs`)")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert 'href="tuning.html"' in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
 

