@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,25 +26,16 @@ class Machine:
         self.host = self.device = 1000.0
         self._has_device = has_device
         self.ran: list[int] = []
+        self.device_barrier = lambda: self.work(700)
+        self.perf_counter = lambda: self.host
 
     def work(self, us: float) -> None:
         """A launch."""
         self.device = max(self.device, self.host) + us * 1e-6
         self.host = self.host + 1e-6 if self._has_device else self.device
 
-    def device_barrier(self) -> None:
-        self.work(700)
-
     def synchronize(self) -> None:
         self.host = max(self.host, self.device) + 1e-9
-
-    def perf_counter(self) -> float:
-        return self.host
-
-
-@contextlib.contextmanager
-def _entered(stream: object) -> Iterator[None]:
-    yield
 
 
 def with_device(monkeypatch: pytest.MonkeyPatch) -> Machine:
@@ -55,20 +45,17 @@ def with_device(monkeypatch: pytest.MonkeyPatch) -> Machine:
     class Event:
         def __init__(self, *, enable_timing: bool) -> None:
             assert enable_timing
-            self._at: float | None = None
 
         def record(self, stream: object) -> None:
             assert stream is machine
             self._at = max(machine.device, machine.host)
 
         def elapsed_time(self, end: Event) -> float:
-            assert self._at is not None
-            assert end._at is not None
             assert machine.host >= end._at, "CUDA raises: the device has not come to this event"
             return (end._at - self._at) * 1e3
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", _entered)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: machine.work(cycles / 1e3))
     monkeypatch.setattr(measure, "time", machine)
     return machine
@@ -91,19 +78,13 @@ def contenders_on(machine: Machine, *, eager: bool) -> list[measure.Contender]:
     return [one(index) for index in range(len(CALLS))]
 
 
-def test_times_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(has_device=False)
+@pytest.mark.parametrize("where", ["host", "eager on a device", "replays on a device"])
+def test_times(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    machine: Any = with_device(monkeypatch) if where != "host" else Machine(has_device=False)
     monkeypatch.setattr(measure, "time", machine)
-    times = measure.take_rounds(machine.device_barrier, contenders_on(machine, eager=True), ROUNDS, None)
-    assert times == [pytest.approx(row, rel=1e-6) for row in TAKES]
-    assert machine.ran == ORDER
-
-
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "replays"])
-def test_times_on_a_device(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
-    machine = with_device(monkeypatch)
-    stream: Any = machine
-    times = measure.take_rounds(machine.device_barrier, contenders_on(machine, eager=eager), ROUNDS, stream)
+    contenders = contenders_on(machine, eager="replays" not in where)
+    stream = None if where == "host" else machine
+    times = measure.take_rounds(machine.device_barrier, contenders, ROUNDS, stream)
     assert times == [pytest.approx(row, rel=1e-3) for row in TAKES]
     assert machine.ran == ORDER
 
