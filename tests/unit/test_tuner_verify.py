@@ -21,15 +21,7 @@ from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, check_candidate, get_variant
 from tunedcomm.tuner.gang.protocol import Settings
 from tunedcomm.tuner.search.sweep import Progress, compile_ahead
-from tunedcomm.tuner.verify import (
-    Verified,
-    VerifyOutcome,
-    VerifySpec,
-    Winner,
-    candidates_to_measure,
-    judge,
-    verify,
-)
+from tunedcomm.tuner.verify import Verified, VerifyOutcome, VerifySpec, Winner, candidates_to_measure, judge, verify
 
 
 @pytest.fixture
