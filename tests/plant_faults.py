@@ -51,26 +51,11 @@ class Fault:
 
 FAULTS = [
     Fault("selection", "noise_ignores_samples", "spread / math.sqrt(row.samples)", "spread / row.samples"),
-    Fault(
-        "selection",
-        "score_inverted",
-        "/ math.pow(own_us, exponent) * math.pow(baseline_us, exponent)",
-        "* math.pow(own_us, exponent) / math.pow(baseline_us, exponent)",
-    ),
+    Fault("selection", "score_inverted", "/ math.pow(own_us, exponent) *", "* math.pow(own_us, exponent) /"),
     Fault("selection", "disturbed_rows_count", "own_us > _DISTURBED * baseline_us", "own_us < 0 * baseline_us"),
-    Fault(
-        "selection",
-        "layer_before_drift",
-        "(row.borrowed, row.drift, row.layer_rank)",
-        "(row.borrowed, row.layer_rank, row.drift)",
-    ),
+    Fault("selection", "layer_before_drift", "row.drift, row.layer_rank)", "row.layer_rank, row.drift)"),
     Fault("selection", "plain_answered_by_symmetric", 'kinds.append("plain")', 'kinds.append("symmetric")'),
-    Fault(
-        "selection",
-        "stale_rows_count",
-        "return None if current == source_hash else changed",
-        "return None if current else changed",
-    ),
+    Fault("selection", "stale_rows_count", "if current == source_hash else changed", "if current else changed"),
     Fault("selection", "max_sms_ignored", "if self.max_sms is None or 0 <= (sms", "if True or 0 <= (sms"),
     Fault(
         "selection",
@@ -81,18 +66,8 @@ FAULTS = [
     Fault("selection", "bound_from_below_lost", "[t_low * 2**doublings]", "[t_low]"),
     Fault("selection", "numerics_policy_ignored", "if not admits(self.policy, numerics):", "if numerics is None:"),
     Fault("dispatch", "mode_off_ignored", '.settings.mode == "off"', '.settings.mode == "offline"'),
-    Fault(
-        "dispatch",
-        "mode_force_ignored",
-        'if communicator.settings.mode == "force" and not decision.is_answered:',
-        'if communicator.settings.mode == "forced" and not decision.is_answered:',
-    ),
-    Fault(
-        "dispatch",
-        "nan_unseen",
-        "if found:\n                raise NanInputError",
-        "if found < 0:\n                raise NanInputError",
-    ),
+    Fault("dispatch", "mode_force_ignored", '== "force" and not', '== "forced" and not'),
+    Fault("dispatch", "nan_unseen", "if found:\n                raise", "if found < 0:\n                raise"),
     Fault("dispatch", "misses_by_every_rank", "if communicator.rank != 0 or (noted", "if (noted"),
     Fault("dispatch", "misses_counted_twice", "counter.count += 1", "counter.count += 2"),
     Fault(
@@ -102,30 +77,11 @@ FAULTS = [
         "for rank, (_, text) in enumerate(theirs):\n        if not text and text:",
     ),
     Fault("dispatch", "settings_not_compared", "not in other or first[name] != other[name]:", "not in other:"),
-    Fault(
-        "dispatch",
-        "forced_variant_unchecked",
-        "if reason := check_candidate(problem, candidate, limits):\n        raise InfeasibleError",
-        "if reason := None:\n        raise InfeasibleError",
-    ),
-    Fault(
-        "dispatch", "policy_unchecked", "if policy is not None and policy not in settings.POLICIES:", "if policy in ():"
-    ),
-    Fault(
-        "dispatch",
-        "plans_survive_force",
-        "    forced_ops[op] = (variant, clean)\n    _forget_plans()",
-        "    forced_ops[op] = (variant, clean)",
-    ),
-    Fault(
-        "db", "newest_row_lost", "for part in row.tier), row.created_at, *content)", "for part in row.tier), *content)"
-    ),
-    Fault(
-        "db",
-        "pins_of_other_world_sizes",
-        "for pin in pins if pin.problem.world_size == world_size]",
-        "for pin in pins if world_size]",
-    ),
+    Fault("dispatch", "forced_variant_unchecked", ":= check_candidate(problem, candidate, limits):", ":= None:"),
+    Fault("dispatch", "policy_unchecked", "policy is not None and policy not in settings.POLICIES:", "policy in ():"),
+    Fault("dispatch", "plans_survive_force", "op] = (variant, clean)\n    _forget_plans()", "op] = (variant, clean)"),
+    Fault("db", "newest_row_lost", "part in row.tier), row.created_at, *content)", "part in row.tier), *content)"),
+    Fault("db", "pins_of_other_world_sizes", "pins if pin.problem.world_size == world_size]", "pins if world_size]"),
     Fault("db", "failures_forgotten", 'if failure[0] >= good.get(place, "") and', 'if failure[0] > "z" and'),
     Fault(
         "db",
@@ -133,21 +89,9 @@ FAULTS = [
         "if content != {name: said[name] for name in content}:",
         'if content["num_bytes"] != said["num_bytes"]:',
     ),
-    Fault(
-        "db", "status_unchecked", 'check_one_of(status, STATUSES, "status")\n    if status == "ok"', 'if status == "ok"'
-    ),
-    Fault(
-        "db",
-        "absurd_latency_taken",
-        "is_number and LEAST_US <= value <= MOST_US",
-        "is_number and -1e30 <= value <= 1e30",
-    ),
-    Fault(
-        "db",
-        "status_filter_ignored",
-        "_equal((TrialRow.status, status), (TrialRow.final, final))",
-        "_equal((TrialRow.final, final))",
-    ),
+    Fault("db", "status_unchecked", 'check_one_of(status, STATUSES, "status")\n    if status ==', "if status =="),
+    Fault("db", "absurd_latency_taken", "and LEAST_US <= value <= MOST_US", "and -1e30 <= value <= 1e30"),
+    Fault("db", "status_filter_ignored", "TrialRow.status, status), (TrialRow.final, final", "TrialRow.final, final"),
     Fault("db", "pins_pile_up", "            _remove_pins(connection, problem, environment)\n", "\n"),
     Fault(
         "db",
@@ -155,57 +99,21 @@ FAULTS = [
         "isinstance(axis, str) and isinstance(value, (bool, int, str)) for",
         "value is not None for",
     ),
-    Fault(
-        "db",
-        "other_ops_variant_taken",
-        "if variant.op != problem.op:\n        raise ValueError",
-        "if variant.op is None:\n        raise ValueError",
-    ),
+    Fault("db", "other_ops_variant_taken", "!= problem.op:\n        raise", "is None:\n        raise"),
     Fault("tuner", "sentinel_is_zero", 'tensor.fill_(float("nan") if', "tensor.fill_(0.0 if"),
     Fault("tuner", "odd_sizes_unchecked", "(numel - 1, numel + 3) if n > 0", "() if n > 0"),
     Fault("tuner", "bits_not_compared", "case.bits[index] if ordered and case.bits is not None else None)", "None)"),
     Fault("tuner", "tolerance_ignored", "if not error_value <= tolerance:", "if error_value < 0:"),
-    Fault(
-        "tuner", "inputs_may_change", "return all(map(_same_bits, inputs, case.inputs))", "return bool(inputs) or True"
-    ),
-    Fault(
-        "tuner",
-        "order_never_changes",
-        "return [(number + sign * step) % count for step in steps]",
-        "return [step % count for step in steps]",
-    ),
-    Fault(
-        "tuner",
-        "arena_left_dirty",
-        "(count := workspace.rearm(problem.mode)):",
-        "(count := workspace.rearm(problem.mode)) < 0:",
-    ),
-    Fault(
-        "tuner", "hang_is_a_crash", "return None, Trouble.HUNG, str(error)", "return None, Trouble.CRASHED, str(error)"
-    ),
-    Fault(
-        "ops",
-        "overlap_unseen",
-        "if not same and out_low < high and low < out_high:",
-        "if not same and out_low < low and high < low:",
-    ),
-    Fault(
-        "ops",
-        "avg_of_integers",
-        'if op == "avg" and not x.is_floating_point():',
-        'if op == "average" and not x.is_floating_point():',
-    ),
-    Fault(
-        "ops",
-        "expanded_out_taken",
-        "any(stride == 0 and size > 1 for size, stride in zip(out.shape",
-        "any(False for _ in zip(out.shape",
-    ),
+    Fault("tuner", "inputs_may_change", "all(map(_same_bits, inputs, case.inputs))", "bool(inputs) or True"),
+    Fault("tuner", "order_never_changes", "[(number + sign * step) % count for step in", "[step % count for step in"),
+    Fault("tuner", "arena_left_dirty", ":= workspace.rearm(problem.mode))", ":= workspace.rearm(problem.mode)) < 0"),
+    Fault("tuner", "hang_is_a_crash", "None, Trouble.HUNG, str(error)", "None, Trouble.CRASHED, str(error)"),
+    Fault("ops", "overlap_unseen", "and out_low < high and low < out_high:", "and out_low < low and high < low:"),
+    Fault("ops", "avg_of_integers", '"avg" and not x.is_floating_point()', '"average" and not x.is_floating_point()'),
+    Fault("ops", "expanded_out_taken", "any(stride == 0 and size > 1 for size, stride in", "any(False for _ in"),
     Fault("ops", "negative_dim_shifted", "return dim % count", "return abs(dim) % count"),
     Fault("ops", "gradients_lost", "(recording and tensor.requires_grad) or type(tensor)", "type(tensor)"),
-    Fault(
-        "ops", "strides_ignored", "return tensor.is_contiguous() and not tensor.is_neg()", "return not tensor.is_neg()"
-    ),
+    Fault("ops", "strides_ignored", "tensor.is_contiguous() and not tensor.is_neg()", "not tensor.is_neg()"),
 ]
 
 
