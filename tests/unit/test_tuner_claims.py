@@ -258,39 +258,29 @@ def _lines(log: Path) -> list[tuple[int, str]]:
     return [(int(pid), candidate) for pid, candidate in lines]
 
 
-def rows_by_candidate(url: str) -> Counter[Candidate]:
-    with Database.open(url, readonly=True) as database:
-        return Counter(record.candidate for record in database.trials())
-
-
 @pytest.mark.slow
-def test_eight_processes_run_every_candidate_once(database_url: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with _hammer(database_url, log, [""] * 8, 0.003) as processes:
-        pass
-    assert [process.exitcode for process in processes] == [0] * 8
-    runs = _lines(log)
-    assert Counter(name for _, name in runs) == Counter(map(str, CANDIDATES))
-    assert len({pid for pid, _ in runs}) >= 4, "the work was not shared"
-    assert rows_by_candidate(database_url) == Counter(CANDIDATES)
-    with Database.open(database_url, readonly=True) as database:
-        assert rows(database) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("far", [False, True], ids=["one host", "many hosts"])
-def test_what_the_killed_have_left_is_run_by_others(tmp_path: Path, far: bool, database_url: str) -> None:
+@pytest.mark.parametrize(
+    ("far", "num_killed"), [(False, 0), (False, 4), (True, 4)], ids=["one host", "killed on one host", "on many hosts"]
+)
+def test_processes_run_every_candidate_once_and_what_the_killed_have_left(
+    tmp_path: Path, far: bool, num_killed: int, database_url: str
+) -> None:
     log = tmp_path / "log"
     choose = random.Random(5)
-    with _hammer(database_url, log, [f"host{i}" if far else "" for i in range(8)], 0.06) as processes:
-        for victim in processes[:4]:
+    hosts = [f"host{i}" if far else "" for i in range(8)]
+    with _hammer(database_url, log, hosts, 0.06 if num_killed else 0.003) as processes:
+        for victim in processes[:num_killed]:
             until(lambda pid=victim.pid: any(runner == pid for runner, _ in _lines(log)), PATIENCE_S)
             time.sleep(choose.uniform(0, 0.07))
             os.kill(victim.pid, signal.SIGKILL)
-    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 4 + [0] * 4
-    assert rows_by_candidate(database_url) == Counter(CANDIDATES)
-    again = {name: count for name, count in Counter(name for _, name in _lines(log)).items() if count > 1}
-    assert sum(count - 1 for count in again.values()) <= 4
+    assert [p.exitcode for p in processes] == [-signal.SIGKILL] * num_killed + [0] * (8 - num_killed)
+    with Database.open(database_url, readonly=True) as database:
+        assert Counter(record.candidate for record in database.trials()) == Counter(CANDIDATES)
+        assert num_killed or rows(database) == 0
+    runs = Counter(name for _, name in _lines(log))
+    assert set(runs) == set(map(str, CANDIDATES))
+    assert sum(runs.values()) <= len(CANDIDATES) + num_killed
+    assert len({pid for pid, _ in _lines(log)}) >= 4, "the work was not shared"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from replay import Replay, recorded, recorded_limits
 
 from tunedcomm.db.records import Trial
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.gang.protocol import Command, Settings, TrialResult
+from tunedcomm.tuner.gang.protocol import Command, Settings
 from tunedcomm.tuner.search.claims import Claim, Claims
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.study import search_space
@@ -233,15 +233,6 @@ def test_library_that_takes_a_fresh_gang_along_is_blamed_and_not_bound_again() -
         site.ready(0)
         site.step(0)
         assert (site.commands[0].candidate, site.commands[0].baseline) == (expected, None if blamed else LIBRARY)
-
-
-def test_outcomes_are_stored_under_what_was_asked() -> None:
-    site = Site(gangs=1)
-    site.step(0)
-    command = site.commands[0]
-    row = site.coordinator.learn(0, TrialResult(status="incorrect", reason="planted", error=0.5))
-    assert (row.problem, row.candidate, row.final) == (command.problem, command.candidate, False)
-    assert (row.status, row.reason, row.error) == ("incorrect", "planted", 0.5)
 
 
 def test_what_took_a_gang_along_is_left_alone_at_other_sizes() -> None:
