@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from typing import Any
 
@@ -10,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec_samples import toy_op, toy_variant
 
-from tunedcomm import spec
+from tunedcomm import kernels, spec
 from tunedcomm.errors import ConfigError, UnknownNameError
+from tunedcomm.hardware import detect
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Candidate, Limits, Problem
+from tunedcomm.spec import Candidate, Limits, Problem, Variant
+from tunedcomm.symm.layout import limits_for
+from tunedcomm.tuner.search.study import default_candidates, infeasible_variants, stray_defaults
 
 LIMITS = Limits("cuda", 132, False, 8, 1 << 20, 1 << 20, 1 << 20)
 
@@ -212,3 +216,73 @@ def test_bad_bounds_are_refused(low: int, high: int) -> None:
 def test_powers_of_two_hold_both_ends() -> None:
     assert PowerOfTwo(1, 1).values() == (1,)
     assert PowerOfTwo(16, 128).values() == (16, 32, 64, 128)
+
+
+# Variants of any package are asked by every call: what raises there ends nothing, and is said
+
+GATHER = Problem("all_gather", (4096,), "float32", 2, reduction="", mode="eager")
+
+
+def raises(*asked: Any) -> Any:
+    raise KeyError("num_pieces")
+
+
+@pytest.fixture
+def limits() -> Limits:
+    kernels.discover()
+    return limits_for(detect(None), 2)
+
+
+@pytest.fixture
+def brought(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Variant:
+    """A variant of all_gather with what the test gives."""
+    kernels.discover()
+    monkeypatch.setattr(spec, "_variants", dict(spec._variants))
+    monkeypatch.setattr(spec, "_warned", set())
+    return spec.register_variant(
+        dataclasses.replace(spec.get_variant("all_gather", "push"), name="bad", **request.param)
+    )
+
+
+@pytest.mark.parametrize(
+    ("brought", "said"),
+    [
+        ({"infeasible": raises}, r"its infeasible\(\) raised KeyError: 'num_pieces' at .*test_spec.py:\d+"),
+        ({"infeasible": lambda *asked: False}, r"must return None or a sentence, and returned False"),
+    ],
+    indirect=["brought"],
+)
+def test_what_cannot_say_whether_it_runs_does_not(
+    brought: Variant, said: str, limits: Limits, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "tunedcomm"):
+        found = {candidate.variant for candidate in spec.candidates(GATHER, limits, "any")}
+        reasons = dict(infeasible_variants(GATHER, limits, "any"))
+    assert "push" in found
+    assert "bad" not in found
+    (reason,) = [reason for candidate, reason in reasons.items() if candidate.variant == "bad"]
+    assert re.search(said, reason)
+    (told,) = (record.message for record in caplog.records)
+    assert "variant bad of all_gather" in told
+    assert spec.why_no_kernel(GATHER, limits, "any") is None, "the others can"
+    assert brought.infeasible_reason(GATHER, {}, limits) == reason
+
+
+@pytest.mark.parametrize(
+    ("brought", "said"),
+    [
+        ({"default": raises}, "its default\\(\\) raised KeyError"),
+        ({"default": lambda *asked: None}, "its default\\(\\) must return a dict of axis to value, and returned None"),
+    ],
+    indirect=["brought"],
+)
+def test_a_default_that_raises_is_a_named_error_where_it_is_needed(brought: Variant, said: str, limits: Limits) -> None:
+    with pytest.raises(ConfigError, match=f"all_gather.bad: {said}"):
+        brought.default_config(GATHER, limits)
+    assert "bad" not in {candidate.variant for candidate in default_candidates(GATHER, limits)}
+    (note,) = stray_defaults(GATHER, limits, ["bad", "push"])
+    assert "all_gather.bad" in note
+    assert "bad" in {candidate.variant for candidate in spec.candidates(GATHER, limits, "any")}, (
+        "other configs are tried"
+    )
+    assert spec.why_no_kernel(GATHER, limits, "any") is None

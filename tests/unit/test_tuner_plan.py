@@ -1,17 +1,30 @@
-"""What a sweep is: problems, settings and gangs from what was asked for and what the machine has."""
+"""What a sweep is: problems, also of open models, settings and gangs from what was asked for and the machine."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tunedcomm import kernels
-from tunedcomm.errors import TuningError, UnknownNameError
-from tunedcomm.spec import Problem
+from tunedcomm.errors import TuningError, UnknownNameError, UnsupportedInputError
+from tunedcomm.spec import ITEMSIZE, Problem, ops
 from tunedcomm.tuner.gang.process import gang_environment
 from tunedcomm.tuner.gang.protocol import Settings
+from tunedcomm.tuner.models import (
+    SHAPES,
+    Model,
+    catalog,
+    column_parallel,
+    find_model,
+    parse_catalog,
+    row_parallel,
+    shapes_for,
+)
 from tunedcomm.tuner.search import sweep as plan
 from tunedcomm.tuner.search.sweep import SweepSpec, gang_devices, resolve
 
@@ -103,3 +116,132 @@ def test_one_gang_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, expected in (("", "0"), ("5", "5")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gang_devices(found[0]) == [expected]
+
+
+# Sizes of open models
+
+
+def shapes(model: Model, tp: int) -> dict[str, tuple[int, int]]:
+    return {part.name: (part.n, part.k) for part in (*column_parallel(model, tp), *row_parallel(model, tp))}
+
+
+def entry(**changes: Any) -> str:
+    values: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_layers": 2,
+        "num_dense_layers": 2,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 100,
+        "dtype": "bfloat16",
+        "source": {"published": "someone/tiny: config.json", "read": ["a: b", "c: d"]},
+        **changes,
+    }
+    return json.dumps({"models": {"tiny": {name: value for name, value in values.items() if value != "gone"}}})
+
+
+@pytest.mark.parametrize("model", catalog().values(), ids=lambda model: model.name)
+def test_every_entry_is_complete_and_has_its_sources(model: Model) -> None:
+    assert model.source.published.endswith(": config.json")
+    assert len(set(model.source.read)) >= 2
+    assert all("://" not in text and ": " in text for text in (model.source.published, *model.source.read))
+    assert model.dtype in ITEMSIZE
+    assert model.hidden_size % 64 == 0
+    for tp in (2, 4, 8):
+        for op in SHAPES:
+            if model.experts is not None or not op.startswith("ep_"):
+                assert shapes_for([model], tp, [1, 8], op), (tp, op)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        # 64 heads of 128 and 8 of keys and values: 16 and 2 a rank; 28672 columns of the MLP: 7168 a rank.
+        (
+            "llama3-70b",
+            {"qkv": ((16 + 2 + 2) * 128, 8192), "gate_up": (14336, 8192), "o": (8192, 2048), "down": (8192, 7168)},
+        ),
+        # Latent attention is split where it expands.
+        (
+            "deepseek-v3",
+            {
+                "q_b": (32 * (128 + 64), 1536),
+                "kv_b": (32 * (128 + 128), 512),
+                "gate_up": (9216, 7168),
+                "shared_gate_up": (1024, 7168),
+                "o": (7168, 32 * 128),
+                "down": (7168, 4608),
+                "shared_down": (7168, 512),
+            },
+        ),
+    ],
+)
+def test_matrices_on_4_ranks(model: str, expected: dict[str, tuple[int, int]]) -> None:
+    assert shapes(find_model(model), 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("models", "tp", "tokens", "op", "expected"),
+    [
+        ("llama3-70b", 4, [4096], "gemm_rs", [(4096, 8192, 2048), (4096, 8192, 7168)]),
+        ("llama3-70b", 4, [4096], "ag_gemm", [(4096, 2560, 8192), (4096, 14336, 8192)]),
+        # Hidden states, each size once: two tokens of the one are one of the other.
+        ("llama3-8b", 4, [8, 1, 8], "all_reduce", [(4096,), (32768,)]),
+        ("llama3-8b qwen3-8b", 4, [1], "all_reduce", [(4096,)]),
+        ("llama3-8b llama3-70b", 4, [1, 2], "all_reduce", [(4096,), (8192,), (16384,)]),
+        # Each rank is left its tokens.
+        ("llama3-8b", 4, [1, 4, 6, 64], "reduce_scatter", [(4096,), (2 * 4096,), (16 * 4096,)]),
+        ("llama3-8b", 8, [64], "reduce_scatter", [(8 * 4096,)]),
+        # Every rank sends its tokens to the experts.
+        ("deepseek-v3 llama3-8b", 4, [1, 256], "ep_dispatch", [(1, 7168, 8, 256), (64, 7168, 8, 256)]),
+        ("deepseek-v3 llama3-8b", 4, [1, 256], "ep_combine", [(1, 7168, 8, 256), (64, 7168, 8, 256)]),
+    ],
+)
+def test_shapes_of_an_op(models: str, tp: int, tokens: list[int], op: str, expected: list[tuple[int, ...]]) -> None:
+    assert shapes_for(list(map(find_model, models.split())), tp, tokens, op) == tuple(expected)
+
+
+def test_shapes_fit_their_op() -> None:
+    kernels.discover()
+    for name, spec in ops().items():
+        for shape in shapes_for([find_model("deepseek-v3")], 4, [1], name) if name in SHAPES else ():
+            assert len(shape) == spec.rank_of_shape
+
+
+def test_unknown_model_names_the_nearest_and_all() -> None:
+    with pytest.raises(UnknownNameError, match=r"did you mean 'llama3-70b'.*gpt-oss-20b"):
+        find_model("lama3-70b")
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "text"),
+    [
+        ("llama3-70b", 3, "64 attention heads, which 3 ranks"),
+        ("llama3-70b", 0, "at least 1, got 0"),
+        ("mistaken", 6, "8 heads of keys and values, which 6 ranks"),
+        ("gpt-oss-20b", 128, "64 attention heads, which 128 ranks"),
+    ],
+)
+def test_a_tp_that_does_not_split_the_model(name: str, tp: int, text: str) -> None:
+    odd = parse_catalog(entry(num_heads=48, num_kv_heads=8, intermediate_size=144))["tiny"]
+    model = odd if name == "mistaken" else find_model(name)
+    for op in SHAPES:
+        with pytest.raises(UnsupportedInputError, match=text):
+            shapes_for([model], tp, [1], op)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "op", "text"),
+    [([4, 0], "all_reduce", "got 0"), ([4], "all_to_all", "all_to_all"), ([1], "ep_dispatch", "llama3-8b")],
+)
+def test_no_tokens_and_ops_that_do_not_follow_from_a_model(tokens: list[int], op: str, text: str) -> None:
+    with pytest.raises(UnsupportedInputError, match=text):
+        shapes_for([find_model("llama3-8b")], 2, tokens, op)
+
+
+def test_the_catalogue_needs_no_torch() -> None:
+    code = "import sys; from tunedcomm.tuner.models import catalog; print(len(catalog()), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1] == "False"
