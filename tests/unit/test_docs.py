@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from quick import some
 
 import tunedcomm
 from tunedcomm import kernels
@@ -127,7 +128,6 @@ def test_docstrings_of_ops_describe_every_parameter(name: str) -> None:
 
 # Code blocks
 
-ELSEWHERE = {"adding_a_variant.md": "tests/multirank/test_plugins.py"}
 PREAMBLE = """
 import functools, torch, torch.distributed, tunedcomm
 torch.compile = functools.partial(torch.compile, backend="aot_eager")  # Inductor is tested elsewhere
@@ -162,12 +162,10 @@ def blocks(page: Path) -> list[Block]:
 
 
 ALL = [block for page in SHOWN for block in blocks(page)]
-CONSOLES = [block for block in ALL if block.language == "console"]
-PROGRAMS = {
-    page.name: [block for block in ALL if block.page == page and block.language == "python" and not block.skipped]
-    for page in SHOWN
-    if page.name not in ELSEWHERE
-}
+PROGRAMS: dict[str, list[Block]] = {}
+for _block in ALL:
+    if _block.language == "python" and not _block.skipped and _block.page.name != "adding_a_variant.md":
+        PROGRAMS.setdefault(_block.page.name, []).append(_block)  # that page's is in multirank/test_plugins.py
 
 
 def commands(text: str) -> list[list[str]]:
@@ -195,8 +193,7 @@ def parse(arguments: list[str]) -> None:
     name = ""
     while hasattr(command, "list_commands"):
         name, *arguments = arguments
-        verbs = command.list_commands(context)
-        assert name in verbs, f"{name!r} is no verb; there are {', '.join(verbs)}"
+        assert name in command.list_commands(context)
         command = command.get_command(context, name)
     if "--help" not in arguments:
         command.make_context(name, list(arguments))
@@ -234,10 +231,7 @@ def run(command: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(name, marks=() if name == "README.md" else pytest.mark.slow) for name in PROGRAMS if PROGRAMS[name]],
-)
+@pytest.mark.parametrize("page", some(sorted(PROGRAMS), len(PROGRAMS)))  # README.md in `make test`
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
     text = "\n".join(block.text for block in PROGRAMS[page]).replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
     program = tmp_path / "page.py"
@@ -247,7 +241,8 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("block", [pytest.param(block, marks=pytest.mark.slow) for block in CONSOLES], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [block for block in ALL if block.language == "console"], ids=str)
 def test_console_blocks_run(block: Block, tmp_path: Path) -> None:
     if "tunedcomm report" in block.text:
         pytest.importorskip("plotly", reason="plotly is not installed (extra `report`)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +20,6 @@ from tunedcomm.tuner.models import (
     catalog,
     column_parallel,
     find_model,
-    parse_catalog,
     row_parallel,
     shapes_for,
 )
@@ -72,16 +70,12 @@ def test_bad_sweeps_are_refused_with_what_is_allowed(
         resolve(SweepSpec(**{"op": "all_reduce", "backend": "host", **changes}))
 
 
-@pytest.mark.parametrize(
-    ("gpus", "world_size", "asked", "expected"), [(4, 2, None, 2), (4, 4, None, 1), (8, 3, None, 2), (8, 2, 3, 3)]
-)
-def test_auto_fills_the_machine_with_gangs(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, world_size: int, asked: int | None, expected: int
-) -> None:
+def test_auto_fills_the_machine_with_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.discover()
-    monkeypatch.setattr(plan, "num_gpu_ranks", lambda: gpus)
-    _, settings = resolve(SweepSpec(op="all_reduce", world_size=world_size, gangs=asked))
-    assert (settings.backend, settings.gangs) == ("cuda", expected)
+    for gpus, world_size, asked, expected in ((4, 2, None, 2), (4, 4, None, 1), (8, 3, None, 2), (8, 2, 3, 3)):
+        monkeypatch.setattr(plan, "num_gpu_ranks", lambda gpus=gpus: gpus)
+        _, settings = resolve(SweepSpec(op="all_reduce", world_size=world_size, gangs=asked))
+        assert (settings.backend, settings.gangs) == ("cuda", expected)
 
 
 @pytest.mark.parametrize(
@@ -125,23 +119,6 @@ def shapes(model: Model, tp: int) -> dict[str, tuple[int, int]]:
     return {part.name: (part.n, part.k) for part in (*column_parallel(model, tp), *row_parallel(model, tp))}
 
 
-def entry(**changes: Any) -> str:
-    values: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_layers": 2,
-        "num_dense_layers": 2,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 100,
-        "dtype": "bfloat16",
-        "source": {"published": "someone/tiny: config.json", "read": ["a: b", "c: d"]},
-        **changes,
-    }
-    return json.dumps({"models": {"tiny": {name: value for name, value in values.items() if value != "gone"}}})
-
-
 @pytest.mark.parametrize("model", catalog().values(), ids=lambda model: model.name)
 def test_every_entry_is_complete_and_has_its_sources(model: Model) -> None:
     assert model.source.published.endswith(": config.json")
@@ -155,31 +132,20 @@ def test_every_entry_is_complete_and_has_its_sources(model: Model) -> None:
                 assert shapes_for([model], tp, [1, 8], op), (tp, op)
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        # 64 heads of 128 and 8 of keys and values: 16 and 2 a rank; 28672 columns of the MLP: 7168 a rank.
-        (
-            "llama3-70b",
-            {"qkv": ((16 + 2 + 2) * 128, 8192), "gate_up": (14336, 8192), "o": (8192, 2048), "down": (8192, 7168)},
-        ),
-        # Latent attention is split where it expands.
-        (
-            "deepseek-v3",
-            {
-                "q_b": (32 * (128 + 64), 1536),
-                "kv_b": (32 * (128 + 128), 512),
-                "gate_up": (9216, 7168),
-                "shared_gate_up": (1024, 7168),
-                "o": (7168, 32 * 128),
-                "down": (7168, 4608),
-                "shared_down": (7168, 512),
-            },
-        ),
-    ],
-)
-def test_matrices_on_4_ranks(model: str, expected: dict[str, tuple[int, int]]) -> None:
-    assert shapes(find_model(model), 4) == expected
+def test_matrices_on_4_ranks() -> None:
+    # 64 heads of 128 and 8 of keys and values: 16 and 2 a rank; 28672 columns of the MLP: 7168 a rank.
+    dense = {"qkv": ((16 + 2 + 2) * 128, 8192), "gate_up": (14336, 8192), "o": (8192, 2048), "down": (8192, 7168)}
+    assert shapes(find_model("llama3-70b"), 4) == dense
+    # Latent attention is split where it expands.
+    assert shapes(find_model("deepseek-v3"), 4) == {
+        "q_b": (32 * (128 + 64), 1536),
+        "kv_b": (32 * (128 + 128), 512),
+        "gate_up": (9216, 7168),
+        "shared_gate_up": (1024, 7168),
+        "o": (7168, 32 * 128),
+        "down": (7168, 4608),
+        "shared_down": (7168, 512),
+    }
 
 
 @pytest.mark.parametrize(
@@ -225,7 +191,7 @@ def test_unknown_model_names_the_nearest_and_all() -> None:
     ],
 )
 def test_a_tp_that_does_not_split_the_model(name: str, tp: int, text: str) -> None:
-    odd = parse_catalog(entry(num_heads=48, num_kv_heads=8, intermediate_size=144))["tiny"]
+    odd = replace(find_model("llama3-8b"), num_heads=48, num_kv_heads=8, intermediate_size=144)
     model = odd if name == "mistaken" else find_model(name)
     for op in SHAPES:
         with pytest.raises(UnsupportedInputError, match=text):
