@@ -38,16 +38,7 @@ REDUCTIONS = ("sum", "avg")
 INPUTS: tuple[tuple[InputKind, bool], ...] = (("plain", False), ("symmetric", False), ("symmetric", True))
 WORLD_SIZES = (2, 3, 4, 8)
 ROW_BYTES = (256, 2048, 8192, 10240, 16384, 32768)
-LIMITS = Limits(
-    backend="cuda",
-    num_sms=132,
-    multicast=True,
-    max_blocks=512,
-    staging_bytes=64 << 20,
-    one_shot_bytes=4 << 20,
-    stage_bytes=32 << 20,
-    panel_bytes=1 << 30,
-)
+LIMITS = Limits("cuda", 132, True, 512, 64 << 20, 4 << 20, 32 << 20, panel_bytes=1 << 30)
 # Fused GEMMs have too many binaries for corners: the configs to try first, of few problems and for few extras.
 GEMM_PLACES = (((16, 8192, 2048), 90), ((4096, 8192, 3584), 90), ((4096, 8192, 3584), 100))
 GEMM_EXTRAS = (("bfloat16", "nk", ""), ("float16", "kn", ""), ("float8_e4m3fn", "nk", "rowwise"))
@@ -74,15 +65,8 @@ class Corner:
     @property
     def fields(self) -> dict[str, Any]:
         """What the binary is named by."""
-        named = dict(self.request.constants)
-        request = self.request
-        return {
-            **named,
-            "num_warps": request.num_warps,
-            "launch_pdl": request.launch_pdl,
-            "function": request.function,
-            "capability": self.capability,
-        }
+        named = {name: getattr(self.request, name) for name in ("num_warps", "launch_pdl", "function")}
+        return {**dict(self.request.constants), **named, "capability": self.capability}
 
 
 def variants_with_kernels() -> list[Variant]:
@@ -190,12 +174,7 @@ def pairs(corner: Corner) -> frozenset[Any]:
 def covering(corners: Iterable[Corner], facts: Callable[[Corner], frozenset[Any]] = pairs) -> list[Corner]:
     """Few corners that hold every fact (pair of values) that any of them holds; the heaviest of each kernel first."""
     left = {corner: facts(corner) for corner in corners}
-    heaviest: dict[str, Corner] = {}
-    for corner in left:
-        known = heaviest.get(corner.request.function)
-        if known is None or weight(corner) > weight(known):
-            heaviest[corner.request.function] = corner
-    chosen = list(heaviest.values())
+    chosen = list({corner.request.function: corner for corner in sorted(left, key=weight)}.values())
     missing = frozenset().union(*left.values()).difference(*(left[corner] for corner in chosen))
     while missing:
         best = max(left, key=lambda corner: len(left[corner] & missing))
@@ -217,12 +196,8 @@ def sample_of(variant: Variant) -> list[Corner]:
 
 def few_of(variant: Variant) -> list[Corner]:
     """Of each kernel of a variant the binary that asks for the fewest registers, for one generation."""
-    lightest: dict[str, Corner] = {}
-    for corner in every_corner(variant):
-        known = lightest.get(corner.request.function)
-        if corner.capability == CAPABILITIES[0] and (known is None or weight(corner) < weight(known)):
-            lightest[corner.request.function] = corner
-    return list(lightest.values())
+    corners = [corner for corner in every_corner(variant) if corner.capability == CAPABILITIES[0]]
+    return list({c.request.function: c for c in sorted(corners, key=weight, reverse=True)}.values())
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -111,7 +112,7 @@ def test_bind_uses_the_binaries_that_were_compiled_ahead(
     for name, module in list(sys.modules.items()):
         if name.startswith("tunedcomm.kernels.") and hasattr(module, "bind_kernel"):
             monkeypatch.setattr(module, "bind_kernel", spy)
-    compared: dict[str, int] = {}
+    compared: Counter[str] = Counter()
     for variant in every:
         if (get_op(variant.op).rank_of_shape == 3) != (rank == 3):
             continue
@@ -121,8 +122,7 @@ def test_bind_uses_the_binaries_that_were_compiled_ahead(
             asked = list(variant.compile_requests(problem, config))
             assert set(bound) == set(asked), (variant.name, str(problem), config)
             assert len(asked) == len(set(asked)) > 0
-            name = f"{variant.op}.{variant.name}"
-            compared[name] = compared.get(name, 0) + 1
+            compared[f"{variant.op}.{variant.name}"] += 1
     assert len(compared) >= 15
     assert min(compared.values()) >= 2, compared
 
@@ -132,48 +132,28 @@ def test_bind_uses_the_binaries_that_were_compiled_ahead(
 compile_corners.variants_with_kernels()  # imports them
 GPU = replace(compile_corners.LIMITS, backend="cuda", multicast=False)
 SHAPES = ((4096, 8192, 3584), (2048, 7168, 8192), (16, 8192, 2048), (256, 2560, 8192))
-KINDS = (("bfloat16", ""), ("float8_e4m3fn", "rowwise"))
-
-
-def problems(op: str) -> list[Problem]:
-    reduction = next(iter(get_op(op).reductions), "")
-    return [
-        Problem(op, shape, dtype, 4, reduction, layout="nk", scaling=scaling)
-        for shape in SHAPES
-        for dtype, scaling in KINDS
-    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
-def test_a_problem_needs_few_binaries_and_little_time(op: str) -> None:
-    """Each is seconds of the compiler's time, and a catalogue has a thousand problems."""
-    for problem in problems(op):
+def test_a_problem_needs_few_binaries_and_little_time_and_accumulators_fit_into_registers() -> None:
+    """Each binary is seconds of the compiler's time, and a catalogue has a thousand problems.
+
+    Sums of fp8 take a second accumulator on sm_90; a spilled one would go through memory in every step.
+    """
+    tiles: dict[str, set[tuple[Any, Any]]] = {"bfloat16": set(), "float8_e4m3fn": set()}
+    for op, shape, dtype in itertools.product(("ag_gemm", "gemm_rs", "gemm_ar"), SHAPES, tiles):
+        reduction, scaling = next(iter(get_op(op).reductions), ""), "rowwise" if dtype.startswith("float8") else ""
+        problem = Problem(op, shape, dtype, 4, reduction, layout="nk", scaling=scaling)
         candidates(problem, GPU, "any")  # whatever is imported first
         begin = time.process_time()
         found = candidates(problem, GPU, "any")
         assert time.process_time() - begin < 3, problem
         assert {"library", "library_tuned"} <= {candidate.variant for candidate in found}
-        requests = {
-            request
-            for candidate in found
-            for request in get_variant(op, candidate.variant).compile_requests(problem, candidate.config_dict)
-        }
+        configs = [(get_variant(op, candidate.variant), candidate.config_dict) for candidate in found]
+        requests = {request for v, config in configs for request in v.compile_requests(problem, config)}
         assert len(requests) <= 400, (problem, len(requests))
-
-
-@pytest.mark.slow
-def test_accumulators_fit_into_registers() -> None:
-    """Sums of fp8 take a second one on sm_90; a spilled one would go through memory in every step."""
-    tiles: dict[str, set[tuple[int, int]]] = {dtype: set() for dtype, _ in KINDS}
-    for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
-        for problem in problems(op):
-            for candidate in candidates(problem, GPU, "any"):
-                config = candidate.config_dict
-                if "block_m" in config:
-                    tiles[problem.dtype].add((int(config["block_m"]), int(config["block_n"])))
-    wide = {(128, 256), (64, 256)}
-    assert tiles["bfloat16"] - tiles["float8_e4m3fn"] == wide
+        tiles[dtype] |= {(config["block_m"], config["block_n"]) for _, config in configs if "block_m" in config}
+    assert tiles["bfloat16"] - tiles["float8_e4m3fn"] == {(128, 256), (64, 256)}
     assert {(256, 128), (128, 128), (64, 128), (16, 64)} <= tiles["float8_e4m3fn"]
 
 
