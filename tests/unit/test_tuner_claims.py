@@ -34,16 +34,18 @@ CANDIDATES = [
     for pdl in (False, True)
 ]
 FIRST, SECOND = CANDIDATES[:2]
-# On 2 cores with 12 busy loops beside, up to 1.3 s were seen between two heartbeats that should be 1 s apart.
-QUICK: dict[str, Any] = {"heartbeat_s": 1, "grace_s": 3}
 PATIENCE_S = 180  # for processes that import beside others
 PAST = datetime(2020, 1, 1, tzinfo=timezone.utc)
+
+
+MADE: list[Claims] = []  # the fixture `database` closes them
 
 
 def claims_of(database: Database, host: str = "", **options: Any) -> Claims:
     """Claims of a supervisor on this host, or of one that passes for a supervisor on another."""
     owner = owner_id(host=host, kernel=host) if host else ""
-    return Claims(database, H200.digest, lambda op: "sources of " + op, owner=owner, **options)
+    MADE.append(Claims(database, H200.digest, lambda op: "sources of " + op, owner=owner, **options))
+    return MADE[-1]
 
 
 def acquire(claims: Claims, candidate: Candidate = FIRST, *, final: bool = False) -> Claim | None:
@@ -103,29 +105,17 @@ def until(condition: Callable[[], bool], seconds: float) -> float:
 def database(database_url: str) -> Iterator[Database]:
     with Database.open(database_url, create=True, patience_s=30) as opened:
         yield opened
-
-
-@pytest.fixture
-def opened(database: Database) -> Iterator[Callable[..., Claims]]:
-    """Makes claims of one database, as supervisors on other hosts if they are given a name."""
-    made: list[Claims] = []
-
-    def open_one(host: str = "", **options: Any) -> Claims:
-        made.append(claims_of(database, host, **options))
-        return made[-1]
-
-    yield open_one
-    for claims in made:
-        claims.close()
+        while MADE:
+            MADE.pop().close()
 
 
 def rows(database: Database) -> int:
     return len(database.ask(lambda connection, _: connection.execute(select(ClaimRow.key)).all()))
 
 
-def test_one_of_two_gets_a_candidate_and_may_ask_again(opened: Callable[..., Claims], database: Database) -> None:
+def test_one_of_two_gets_a_candidate_and_may_ask_again(database: Database) -> None:
     """The answer of the first attempt may get lost."""
-    one, two = opened("a"), opened("b")
+    one, two = claims_of(database, "a"), claims_of(database, "b")
     mine = acquire(one)
     assert acquire(one) == mine
     assert (mine.problem, mine.candidate, mine.final) == (PROBLEM, FIRST, False)
@@ -137,10 +127,8 @@ def test_one_of_two_gets_a_candidate_and_may_ask_again(opened: Callable[..., Cla
     assert rows(database) == 2
 
 
-def test_released_candidates_are_free_and_closing_releases_all(
-    opened: Callable[..., Claims], database: Database
-) -> None:
-    one, two = opened("a"), opened("b")
+def test_released_candidates_are_free_and_closing_releases_all(database: Database) -> None:
+    one, two = claims_of(database, "a"), claims_of(database, "b")
     mine = acquire(one)
     one.release([mine])
     one.release([mine])
@@ -154,8 +142,8 @@ def test_released_candidates_are_free_and_closing_releases_all(
     assert rows(database) == 0
 
 
-def test_finals_sources_environments_and_problems_are_apart(opened: Callable[..., Claims], database: Database) -> None:
-    one, two = opened("a"), opened("b")
+def test_finals_sources_environments_and_problems_are_apart(database: Database) -> None:
+    one, two = claims_of(database, "a"), claims_of(database, "b")
     assert acquire(one) is not None
     assert acquire(two, final=True) is not None
     assert (flying(one), flying(one, final=True)) == (set(), {FIRST})
@@ -166,10 +154,10 @@ def test_finals_sources_environments_and_problems_are_apart(opened: Callable[...
         other.close()
 
 
-def test_the_dead_of_this_host_are_noticed_at_once(opened: Callable[..., Claims], database: Database) -> None:
+def test_the_dead_of_this_host_are_noticed_at_once(database: Database) -> None:
     ghost = Claims(database, H200.digest, lambda op: "sources of " + op, owner=owner_id(pid=2**22 + 1))
     assert acquire(ghost) is not None
-    living, elsewhere = opened(), opened("elsewhere")
+    living, elsewhere = claims_of(database), claims_of(database, "a")
     assert flying(living) == set()
     mine = acquire(living)
     assert acquire(elsewhere) is None
@@ -187,12 +175,12 @@ def test_an_owner_is_a_process_and_not_its_number() -> None:
     assert owner_lives(json.dumps([host, "another kernel", pid, start, nonce])) is None
 
 
-def test_what_others_store_is_told_and_ends_their_claims(opened: Callable[..., Claims], database: Database) -> None:
+def test_what_others_store_is_told_and_ends_their_claims(database: Database) -> None:
     runs = [database.start_run(command=name, seed=None, budget="", host="h") for name in ("mine", "theirs")]
     config = FIRST.config_dict
     database.record([trial("lamport", 1.0, problem=PROBLEM, config=config, run_id=runs[1])])
-    one = opened("a", run_id=runs[0], known=database.trials())
-    two = opened("b", run_id=runs[1])
+    one = claims_of(database, "a", run_id=runs[0], known=database.trials())
+    two = claims_of(database, "b", run_id=runs[1])
     theirs = acquire(two)
     assert acquire(one) is None
     assert one.news(PROBLEM) == []
@@ -208,8 +196,9 @@ def test_what_others_store_is_told_and_ends_their_claims(opened: Callable[..., C
 
 
 @pytest.mark.slow
-def test_a_host_without_heartbeats_is_given_up(opened: Callable[..., Claims], monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = opened("a", **QUICK), opened("b", **QUICK)
+def test_a_host_without_heartbeats_is_given_up(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On 2 cores with 12 busy loops beside, up to 1.3 s were seen between two heartbeats that should be 1 s apart.
+    one, two = (claims_of(database, host, heartbeat_s=1, grace_s=3) for host in "ab")
     mine = acquire(one)
     # Neither process's clock has a say: they jump, in opposite directions, while both live.
     real = time.time
@@ -226,8 +215,8 @@ def test_a_host_without_heartbeats_is_given_up(opened: Callable[..., Claims], mo
 
 
 @pytest.mark.slow
-def test_a_jump_of_the_clock_takes_no_claim_away(opened: Callable[..., Claims], database: Database) -> None:
-    one, two = opened("a", heartbeat_s=1, grace_s=3), opened("b", heartbeat_s=2, grace_s=3)
+def test_a_jump_of_the_clock_takes_no_claim_away(database: Database) -> None:
+    one, two = (claims_of(database, host, heartbeat_s=beat, grace_s=3) for host, beat in (("a", 1), ("b", 2)))
     assert acquire(one) is not None
     for hours in range(2):
         old = update(ClaimRow).values(heartbeat_at=PAST + timedelta(hours=hours))
@@ -294,5 +283,5 @@ def test_a_restart_of_the_server_gives_no_claim_back(postgres_server: PostgresSe
         postgres_server.start()
         stays_flying(two, 5)
         assert one.holds(mine)
-        one.close()
-        two.close()
+        while MADE:
+            MADE.pop().close()
