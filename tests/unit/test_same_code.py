@@ -111,6 +111,7 @@ def edited() -> dict[str, dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_edits_of_host_code_are_noticed(edited: dict[str, dict[str, Any]]) -> None:
     same = edited["nothing"]
     assert any(event[0] == "launch" and "in0" in event[3] for event in same["events"])
