@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from spec_samples import toy_op
 
 from tunedcomm import kernels
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Problem, get_op
 from tunedcomm.tuner.gang.group import Trouble, Vote, combine
 from tunedcomm.tuner.gang.protocol import TrialResult
 from tunedcomm.tuner.measure import correctness as check
@@ -34,40 +33,12 @@ Tensors = tuple[torch.Tensor, ...]
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: torch.device) -> Tensors:
-    generator = torch.Generator().manual_seed(seed * 31 + rank)
-    dtype = getattr(torch, problem.dtype)
-    if kind == "integers":
-        return (torch.randint(-8, 9, (problem.numel,), generator=generator).to(dtype),)
-    return (torch.randn(problem.numel, generator=generator).to(dtype),)
-
-
-def reference(problem: Problem, inputs: Sequence[Tensors], rank: int) -> Tensors:
-    total = torch.stack([values.double() for (values,) in inputs]).sum(0)
-    return (total / len(inputs) if problem.reduction == "avg" else total,)
-
-
-def in_order(problem: Problem, inputs: Sequence[Tensors], rank: int) -> Tensors:
-    total = torch.zeros(problem.numel)
-    for (values,) in inputs:
-        total += values.float()
-    return (total.to(getattr(torch, problem.dtype)),)
-
-
-SPEC = toy_op(
-    "judged",
-    reductions=("sum", "avg"),
-    dtypes=DTYPES,
-    make_inputs=make_inputs,
-    make_outputs=lambda problem, device: (torch.empty(problem.numel, dtype=getattr(torch, problem.dtype)),),
-    reference=reference,
-    tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6},
-    ordered_reference=in_order,
-)
+kernels.discover()
+SPEC = get_op("all_reduce")
 
 
 def problem_of(numel: int = 257, dtype: str = "float32", reduction: str = "sum") -> Problem:
-    return Problem(op="judged", shape=(numel,), dtype=dtype, world_size=3, reduction=reduction)
+    return Problem(op="all_reduce", shape=(numel,), dtype=dtype, world_size=3, reduction=reduction)
 
 
 def judged(problem: Problem, kind: str, change: Callable[[torch.Tensor], Any], *, ordered: bool = False) -> Judgement:
@@ -226,8 +197,6 @@ STREAM: Any = SimpleNamespace(cuda_stream=5)
 
 @pytest.fixture
 def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.discover()
-
     def capture(run: Callable[[], None], stream: Any) -> Any:
         assert stream is STREAM
         run()
