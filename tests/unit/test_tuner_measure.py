@@ -1,16 +1,278 @@
-"""Times are µs a call, each with the contender and the round that took it."""
+"""Measuring: the judge lets no wrong result pass and no right one fail; times are taken and summed up as promised."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tunedcomm import kernels
+from tunedcomm.spec import Problem, get_op
+from tunedcomm.tuner.gang.group import Trouble, Vote, combine
+from tunedcomm.tuner.gang.protocol import TrialResult
+from tunedcomm.tuner.measure import correctness as check
 from tunedcomm.tuner.measure import timing as measure
+from tunedcomm.tuner.measure.correctness import (
+    LARGE_BYTES,
+    Case,
+    Judgement,
+    fill_sentinel,
+    judge,
+    make_case,
+    odd_problems,
+    plan_cases,
+)
+from tunedcomm.tuner.measure.timing import Contender
+from tunedcomm.tuner.measure.trial import Bench, TrialRunner, _sentence
+
+Tensors = tuple[torch.Tensor, ...]
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+kernels.discover()
+SPEC = get_op("all_reduce")
+
+
+def problem_of(numel: int = 257, dtype: str = "float32", reduction: str = "sum") -> Problem:
+    return Problem(op="all_reduce", shape=(numel,), dtype=dtype, world_size=3, reduction=reduction)
+
+
+def judged(problem: Problem, kind: str, change: Callable[[torch.Tensor], Any], *, ordered: bool = False) -> Judgement:
+    """Of what an ordered variant gives, changed in place."""
+    case = make_case(SPEC, problem, 1, kind=kind, seed=5, device=torch.device("cpu"))
+    out = case.bits[0].clone()
+    change(out)
+    return judge(SPEC, problem, case, (out,), ordered=ordered)
+
+
+def set_at(place: int, value: float | torch.Tensor) -> Callable[[torch.Tensor], None]:
+    return lambda out: out.__setitem__(place, value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["random", "integers"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_right_result_passes_and_an_untouched_one_does_not(dtype: str, kind: str, ordered: bool) -> None:
+    problem = problem_of(dtype=dtype)
+    found = judged(problem, kind, lambda out: None, ordered=ordered)
+    assert found.right, found.reason
+    assert found.error <= SPEC.tolerance[dtype]
+    assert not judged(problem, kind, lambda out: fill_sentinel([out]), ordered=ordered).right
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_wrong_element_of_whole_numbers_is_found_and_named(dtype: str) -> None:
+    found = judged(problem_of(100_003, dtype), "integers", lambda out: out[70_001].add_(1))
+    assert "1 of 100003 elements" in found.reason
+    assert "70001" in found.reason
+
+
+def test_single_nan_is_wrong_though_the_rest_is_right() -> None:
+    assert "nan" in judged(problem_of(4096), "random", set_at(-1, math.nan)).reason
+
+
+def test_last_bit_counts_for_ordered_variants_alone() -> None:
+    def nudge(out: torch.Tensor) -> None:
+        out[3] = torch.nextafter(out[3], torch.tensor(1e9))
+
+    assert judged(problem_of(), "random", nudge).right
+    assert "bits" in judged(problem_of(), "random", nudge, ordered=True).reason
+
+
+def zeros(numel: int) -> Case:
+    values = torch.zeros(numel)
+    return Case("integers", (values,), (values.double(),), exact=True, bits=(values,))
+
+
+def test_zeros_must_be_written_too_and_plus_is_not_minus_to_an_ordered_variant() -> None:
+    problem, case, untouched, minus = problem_of(8), zeros(8), torch.empty(8), torch.zeros(8)
+    fill_sentinel([untouched])
+    minus[2] = -0.0
+    for ordered in (True, False):
+        assert judge(SPEC, problem, case, (torch.zeros(8),), ordered=ordered).right
+        assert not judge(SPEC, problem, case, (untouched,), ordered=ordered).right
+        assert judge(SPEC, problem, case, (minus,), ordered=ordered).right is not ordered
+
+
+def test_whole_numbers_that_the_dtype_cannot_hold_are_judged_by_tolerance() -> None:
+    problem = problem_of(reduction="avg")
+    case = make_case(SPEC, problem, 1, kind="integers", seed=5, device=torch.device("cpu"))
+    assert not case.exact
+    out = case.expected[0].float() * (1 + 1e-7)
+    assert judge(SPEC, problem, case, (out,), ordered=False).right
+    assert not judge(SPEC, problem, case, (out * 1.01,), ordered=False).right
+
+
+def test_wrong_shape_and_missing_output_are_wrong() -> None:
+    assert "shape" in judge(SPEC, problem_of(), zeros(257), (torch.zeros(4),), ordered=False).reason
+    assert "outputs" in judge(SPEC, problem_of(), zeros(257), (), ordered=False).reason
+
+
+def test_odd_sizes_lie_next_to_the_shape_and_large_messages_are_spared() -> None:
+    assert [p.shape for p in odd_problems(SPEC, problem_of(1024))] == [(1023,), (1027,)]
+    assert [p.shape for p in odd_problems(SPEC, problem_of(1))] == [(4,)]
+    large = problem_of((LARGE_BYTES // 4) + 1)
+    assert odd_problems(SPEC, large) == []
+    for problem, full, kinds in (
+        (large, True, ["random"]),
+        (problem_of(), True, ["random", "integers"]),
+        (problem_of(), False, ["random"]),
+    ):
+        assert [kind for kind, _ in plan_cases(problem, full=full)] == kinds
+
+
+def test_candidate_that_leaves_packets_in_an_arena_is_wrong() -> None:
+    runner: Any = TrialRunner.__new__(TrialRunner)
+    communicator = SimpleNamespace(workspace=SimpleNamespace(rearm=lambda mode: 4))
+    runner._gang = SimpleNamespace(communicator=communicator, synchronize=bool, barrier=bool, vote=Vote)
+    runner._benches = []
+    found = runner._left_clean(problem_of(), TrialResult(status="ok"))
+    assert (found.status, "4 words" in found.reason) == ("incorrect", True)
+
+
+def test_latency_is_the_slowest_ranks_of_each_round() -> None:
+    latency = measure.summarise([[1.0, 9.0, 3.0, 2.0, 5.0], [4.0, 1.0, 8.0, 2.0, 6.0]])
+    assert (latency.p50_us, latency.samples) == (6.0, 5)
+    assert (latency.p10_us, latency.p90_us) == pytest.approx((2.8, 8.6))  # rounds: 4, 9, 8, 2, 6
+
+
+def test_vote_names_the_ranks_with_the_heaviest_trouble() -> None:
+    verdict = combine([(0, ""), (int(Trouble.HUNG), "waited"), (int(Trouble.CRASHED), "boom")])
+    assert verdict.trouble == Trouble.CRASHED
+    assert "rank 2 of 3: boom" in verdict.reason
+    assert combine([(2, "no ptx"), (2, "no ptx")]).reason == "no ptx"
+    assert (Trouble.CRASHED.status, Trouble.NONE.status) == ("crashed", "ok")
+
+
+def test_reason_of_an_error_says_where_it_was_raised() -> None:
+    with pytest.raises(ValueError, match="planted") as caught:
+        exec(compile("\nraise ValueError('planted')", "/somewhere/my_variant.py", "exec"))
+    assert _sentence(caught.value) == "ValueError: planted at my_variant.py:2"
+    assert _sentence(ValueError("never raised")) == "ValueError: never raised"
+
+
+@pytest.mark.parametrize(
+    "like",
+    [torch.empty(5), torch.empty(4, 3, dtype=torch.bfloat16).t(), torch.empty(0), torch.empty(7, dtype=torch.uint8)],
+    ids=["vector", "transposed", "empty", "bytes"],
+)
+@pytest.mark.parametrize("is_input", [False, True])
+def test_bytes_around_a_tensor_are_watched(like: torch.Tensor, is_input: bool) -> None:
+    guarded = check.guard(like, "it", is_input=is_input)
+    tensor = guarded.tensor
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
+    assert tensor.data_ptr() % 16 == 0
+    tensor.fill_(3)
+    assert not check.find_damage([guarded])
+    guarded.before[-20:-16] = 1
+    guarded.behind[9] = 2
+    said = check.find_damage([guarded])
+    assert "4 bytes before it, up to 20 bytes away" in said
+    assert "1 bytes behind it, up to 10 bytes away" in said
+    assert not check.find_damage([guarded]), "damage is told once"
+
+
+# Replays of graphs, by a stand-in that replays on the CPU what was captured
+
+
+class Gang:
+    """One rank of two, whose peers' inputs are known from the seed."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.communicator = self
+        self.synchronize = self.check_peers = bool
+
+    def symmetric_rooms(self, problem: Problem, sizes: list[int], slot: int) -> list[torch.Tensor | None]:
+        return [None] * len(sizes)
+
+
+STREAM: Any = SimpleNamespace(cuda_stream=5)
+
+
+@pytest.fixture
+def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(run: Callable[[], None], stream: Any) -> Any:
+        assert stream is STREAM
+        run()
+        return SimpleNamespace(replay=run)
+
+    monkeypatch.setattr(measure, "capture", capture)
+
+
+PLAN = [("integers", 0), ("random", 0)]
+
+
+def bench_of(plan: Any = PLAN, slot: int = 0, **of_problem: Any) -> Bench:
+    values = {"shape": (64,), "mode": "graph", **of_problem}
+    bench = Bench(Gang(), Problem("all_reduce", dtype="float32", world_size=2, **values), 3, STREAM, slot=slot)
+    bench.make_cases(plan)
+    bench.make_buffers()
+    return bench
+
+
+class Sum:
+    """A launch that is right, or gives what the launch before it should have given."""
+
+    def __init__(self, bench: Bench, *, stale: bool) -> None:
+        self._cases = [bench.case("random", 0), bench.case("integers", 0)]
+        self._stale = stale
+        self._last = self._cases[0].expected[0].clone()
+
+    def __call__(self, inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        assert stream == 5
+        asked = [case for case in self._cases if torch.equal(case.inputs[0], inputs[0])]
+        result = asked[0].expected[0] if asked else torch.zeros(64)  # the upload reads what happens to be there
+        outputs[0].copy_(self._last if self._stale else result)
+        self._last = result
+
+
+@pytest.mark.usefixtures("_captures")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_the_launch_before_left_is_found(in_place: bool) -> None:
+    bench = bench_of(in_place=in_place)
+    for stale in (False, True):
+        launch = Sum(bench, stale=stale)
+        bench.load(bench.case("random", 0))
+        timed = Contender(lambda launch=launch: launch(bench.inputs, bench.outputs, 5), 1, eager=False)
+        found = bench.check_replay(timed, launch, ordered=False)
+        assert found.right is not stale
+        assert ("wrong at launch 1" in found.reason) is stale
+
+
+@pytest.mark.usefixtures("_captures")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_launch_that_changes_its_inputs_is_wrong(in_place: bool) -> None:
+    bench = bench_of(in_place=in_place)
+    good = Sum(bench, stale=False)
+
+    def changes(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        good(inputs, outputs, stream)
+        if not in_place:
+            inputs[0][-1] += 1
+
+    assert bench.check(good, PLAN, ordered=False).right
+    found = bench.check(changes, PLAN, ordered=False)
+    assert found.right is in_place
+    assert ("changed its inputs" in found.reason) is not in_place
+
+
+@pytest.mark.usefixtures("_captures")
+def test_second_memory_is_taken_for_small_graphs_of_the_shape_alone() -> None:
+    assert bench_of()._second is not None
+    for other in ({"mode": "eager"}, {"shape": (LARGE_BYTES // 4 + 1,)}, {"slot": 1}):
+        assert bench_of([], **other)._second is None
+
+
+# Times are µs a call, each with the contender and the round that took it
 
 ROUNDS = 5
 CALLS = (2, 5, 3)
@@ -57,7 +319,6 @@ def with_device(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: machine.work(cycles / 1e3))
-    monkeypatch.setattr(measure, "time", machine)
     return machine
 
 
@@ -92,7 +353,7 @@ def test_times(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
 def test_rounds_change_the_order_of_contenders_behind_a_barrier() -> None:
     seen: list[str] = []
     contenders = [
-        measure.contend(lambda i, o, s, n=name: seen.append(n), (), (), calls=2, graph=True, stream=None)  # type: ignore[misc]
+        measure.contend(lambda i, o, s, n=name: seen.append(n), (), (), calls=2, graph=True, stream=None)
         for name in "abc"
     ]
     times = measure.take_rounds(lambda: seen.append("|"), contenders, 3, None)
