@@ -1,7 +1,7 @@
 """Compiles the corners of every variant's space for GPUs that are not there, and says what came out.
 
     python compile_corners.py list            versions and variants with kernels, with their source hashes
-    python compile_corners.py compile I N     the I-th of N parts of the corners: one JSON line a binary
+    python compile_corners.py compile I N     of the I-th of N parts of the variants the corners: one JSON line a binary
     python compile_corners.py sample I N      the same, of a sample of them: every value of a field, not every pair
     python compile_corners.py few I N         the same, of one binary a kernel, for one generation
     python compile_corners.py sums            of each way to multiply, how products are added up for sm_90
@@ -284,10 +284,11 @@ def main(arguments: list[str]) -> None:
         return
     part, num_parts = int(arguments[1]), int(arguments[2])
     choose = {"compile": chosen_of, "sample": sample_of, "few": few_of}[arguments[0]]
-    corners = [*(corner for variant in variants for corner in choose(variant)), *beside_variants()]
+    corners = [corner for variant in variants[part::num_parts] for corner in choose(variant)]
+    corners += beside_variants()[part::num_parts]
     # A kernel that several variants run is compiled for one of them.
     chosen = list({(corner.request, corner.capability): corner for corner in corners}.values())
-    for corner in chosen[part::num_parts]:
+    for corner in chosen:
         print(json.dumps(compiled(corner)), flush=True)
 
 
