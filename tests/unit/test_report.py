@@ -101,7 +101,7 @@ def test_reasons_of_failures_that_differ_by_numbers_are_counted_together(everyth
 @pytest.mark.parametrize(
     ("arguments", "token"),
     [
-        ((), "--csv"),
+        ((), "CSV files"),
         (("--csv", ALL_REDUCE, "--op", "all_reduec"), "'all_reduec'"),
         (("--csv", RESULTS / "db" / "db_scale.csv"), "contender"),
     ],

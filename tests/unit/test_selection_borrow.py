@@ -184,7 +184,7 @@ def _json(*arguments: str) -> Any:
 
 
 @pytest.mark.usefixtures("_databases")
-@pytest.mark.parametrize("verb", ["lookup", pytest.param("explain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verb", ["lookup", "explain"])
 def test_borrow_on_the_command_line(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     ask = (verb, *ASK, "--hardware", H200.digest)
     answers = [_json(*ask), _json(*ask, "--borrow", "H100"), _json(*ask, "--borrow", "A100")]
