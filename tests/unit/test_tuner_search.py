@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,15 +93,11 @@ def search_of(problem: Problem, **changes: Any) -> Search:
     return Search(problem, search_space(problem, LIMITS, settings), settings, default_candidates(problem, LIMITS))
 
 
-def run_search(
-    search: Search,
-    cost: Callable[[Candidate], float | None] = cost_us,
-    known: Mapping[Candidate, float | None] | None = None,
-) -> list[Candidate]:
+def run_search(search: Search, known: Mapping[Candidate, float | None] | None = None) -> list[Candidate]:
     asked, told = [], dict(known or {})
     while (candidate := search.next(told)) is not None:
         asked.append(candidate)
-        told[candidate] = cost(candidate)
+        told[candidate] = cost_us(candidate)
     return asked
 
 
@@ -126,7 +122,7 @@ def test_settled_candidates_count_and_the_search_goes_on_as_it_would_have() -> N
     whole = run_search(search_of(problem, trials=30))
     for cut in (1, 20, 30):
         known = {candidate: cost_us(candidate) for candidate in whole[:cut]}
-        assert run_search(search_of(problem, trials=30), known=known) == whole[cut:]
+        assert run_search(search_of(problem, trials=30), known) == whole[cut:]
 
 
 def test_busy_candidates_count_and_are_not_given_out() -> None:
