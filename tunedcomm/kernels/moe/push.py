@@ -618,6 +618,7 @@ class GridVariant(KernelVariant):
 
     areas = ("gather", "num_chunks")
     host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 1, "split": 1}
+    most_registers = 255  # without a bound ptxas often aims at 128 and spills what is above
 
     def packets(self, problem: Problem) -> int:
         """Packets of a token as it travels."""
@@ -659,6 +660,10 @@ class GridVariant(KernelVariant):
 
     def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return refuse_residence(config, limits)
+
+    def request(self, problem: Problem, config: Config) -> CompileRequest:
+        most = min(self.most_registers, 65536 // (32 * int(config["num_warps"])))
+        return replace(super().request(problem, config), max_registers=most)
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         lanes = max(int(config["num_blocks"]) // int(config["split"]), 1)
@@ -782,6 +787,7 @@ class CombineVariant(GridVariant):
     """A variant of ep_combine over `combine_kernel` or one with its first arguments."""
 
     op = "ep_combine"
+    most_registers = 128
 
     def packets(self, problem: Problem) -> int:
         return sizes_of(problem).row_bytes // PACKET_BYTES
@@ -793,10 +799,6 @@ class CombineVariant(GridVariant):
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "DTYPE": problem.dtype}
-
-    def request(self, problem: Problem, config: Config) -> CompileRequest:
-        # Without a bound ptxas aims at 128 registers, too, but spills some of them.
-        return replace(super().request(problem, config), max_registers=128)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         s, overflow = sizes_of(problem), Overflow.of(workspace.group, workspace.device)
