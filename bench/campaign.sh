@@ -107,8 +107,8 @@ bench_gemm() { # OP LARGE DECODE
 }
 bodies_of_all() {
   bodies 200 bodies variants,chain,streams,symmetric
-  bodies 60 call_bodies dispatch,current_device,stream_order
-  if ((N * PER_GPU == 4)); then TUNEDCOMM_NODE_OF_RANK=0,0,1,1 bodies 60 call_bodies nodes,dispatch; fi
+  bodies 60 bodies dispatch,current_device,stream_order
+  if ((N * PER_GPU == 4)); then TUNEDCOMM_NODE_OF_RANK=0,0,1,1 bodies 60 bodies nodes,dispatch; fi
 }
 bench_all() {
   local op

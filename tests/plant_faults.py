@@ -26,14 +26,14 @@ AREAS = {
     "selection": ["unit/test_selection_*.py", "unit/test_growth.py", "unit/test_shipped.py"],
     "dispatch": [
         "multirank/test_dispatch.py", "multirank/test_agreement.py", "multirank/test_checks.py",
-        "multirank/test_miss_counts.py", "multirank/test_communicator.py",
-        "multirank/test_lost_peer.py", "multirank/test_bad_input.py", "unit/test_db_misses.py",
+        "multirank/test_communicator.py", "multirank/test_lost_peer.py", "multirank/test_bad_input.py",
+        "unit/test_db_misses.py",
     ],
     "db": ["unit/test_db_*.py"],
     "tuner": ["unit/test_tuner_*.py", "multirank/test_tuner_faults.py", "multirank/test_verify.py"],
     "ops": [
         "multirank/test_bad_input.py", "multirank/test_fast_calls.py", "multirank/test_dispatch.py",
-        "multirank/test_gemm_calls.py", "multirank/test_all_reduce_bias.py", "multirank/test_all_to_all_v.py",
+        "multirank/test_gemm_calls.py", "multirank/test_all_reduce_rms_norm.py", "multirank/test_all_to_all.py",
         "multirank/test_operators.py", "multirank/test_autograd.py",
     ],
 }  # fmt: skip

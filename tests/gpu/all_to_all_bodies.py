@@ -1,26 +1,21 @@
-"""What each rank of an all_to_all test runs: `torchrun tests/gpu/all_to_all_bodies.py NAME` prints a line of JSON."""
+"""What each rank of a test of all_to_all runs, by `run_bodies.py`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-import sys
 
-import bodies
+import pytest
 import torch
 import torch.distributed as dist
-from bodies import stream
+from bodies import bits, captured, chains, exact_launches, rotate
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant, variants
+from tunedcomm.spec import Problem, variants
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 AWKWARD = (-0x80000000, -0x7FFFFFFF, -0x7FFFFFFE, 0, -1, 0x7FC00001, -0x7F7FFFFB, 0x7F800000, 1, -0x7FFF8000)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
 
 
 def sent_by(problem: Problem, rank: int, seed: int) -> torch.Tensor:
@@ -51,53 +46,23 @@ def variants_body() -> dict[str, object]:
         for dtype in ("bfloat16", "float32", "float8_e4m3fn", "int64"):
             problem = asked(numel, dtype, comm.world_size)
             x, wanted = case_of(problem, seed)
-            for name, variant in variants("all_to_all").items():
-                config = variant.default(problem, comm.limits)
-                candidate = Candidate.of("all_to_all", name, config)
-                if check_candidate(problem, candidate, comm.limits) is not None:
-                    continue
-                launch = comm.bind(problem, candidate)
-                for _ in range(3):
-                    out = torch.empty_like(x)
-                    bits(out).fill_(7)
-                    launch((x,), (out,), stream())
-                    assert torch.equal(bits(out), bits(wanted)), (problem, str(candidate))
-                checked += 1
+            checked += exact_launches(problem, variants("all_to_all"), x, wanted)
     assert checked > 90, checked
     return {"checked": checked}
 
 
 def chain_body() -> dict[str, object]:
     """Launches that depend on each other over rotating buffers, replayed with new inputs; two of them are none."""
-    comm, replays, length = get_communicator(), 30, 12
-    for name in sorted(n for n, v in variants("all_to_all").items() if v.numerics == "ordered"):
-        for pdl in (False, True):
-            for numel in (512, 16384, 1 << 20):
-                problem = asked(numel, "float32", comm.world_size)
-                config = dict(get_variant("all_to_all", name).default(problem, comm.limits))
-                if "launch_pdl" in config:
-                    config["launch_pdl"] = pdl
-                elif pdl:
-                    continue
-                if check_candidate(problem, Candidate.of("all_to_all", name, config), comm.limits):
-                    continue
-                launch = comm.bind(problem, Candidate.of("all_to_all", name, config))
-                buffers = [torch.zeros(numel * comm.world_size, device="cuda") for _ in range(3)]
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.stream(side):
-                    launch((buffers[0],), (buffers[1],), stream())
-                    torch.cuda.synchronize()
-                    with torch.cuda.graph(graph, stream=side):
-                        for i in range(length):
-                            launch((buffers[i % 3],), (buffers[(i + 1) % 3],), stream())
-                for replay in range(replays):
-                    x, _ = case_of(problem, replay)
-                    buffers[0].copy_(x)
-                    graph.replay()
-                    assert torch.equal(bits(buffers[length % 3]), bits(x)), (name, pdl, numel, replay)
-                comm.check_peers()
+    replays, length, world_size = 30, 12, dist.get_world_size()
+    names = sorted(n for n, v in variants("all_to_all").items() if v.numerics == "ordered")
+    for what, problem, launch in chains(names, (512, 16384, 1 << 20), lambda n: asked(n, "float32", world_size)):
+        buffers = [torch.zeros(problem.numel * world_size, device="cuda") for _ in range(3)]
+        graph = captured(functools.partial(rotate, launch, buffers), length)
+        for replay in range(replays):
+            x, _ = case_of(problem, replay)
+            buffers[0].copy_(x)
+            graph.replay()
+            assert torch.equal(bits(buffers[length % 3]), bits(x)), (what, replay)
     return {}
 
 
@@ -169,12 +134,8 @@ def nan_body() -> dict[str, object]:
         tunedcomm.all_to_all(x)
         bad = x.float().clone()
         bad[5:8] = float("nan")
-        try:
+        with pytest.raises(tunedcomm.NanInputError, match=f"all_to_all: 3 NaN in the input of rank {rank}"):
             tunedcomm.all_to_all(bad.to(dtype))
-        except tunedcomm.NanInputError as error:
-            assert f"all_to_all: 3 NaN in the input of rank {rank}" in str(error)
-        else:
-            raise AssertionError("NaN must be found")
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -185,14 +146,7 @@ def nan_body() -> dict[str, object]:
         x.copy_(bad)
         graph.replay()
         torch.cuda.synchronize()
-        try:
+        said = f"all_to_all: 3 NaN in the input of rank {rank}, in a captured graph"
+        with pytest.raises(tunedcomm.NanInputError, match=said):
             tunedcomm.all_reduce(torch.ones(8, device="cuda"))
-        except tunedcomm.NanInputError as error:
-            assert f"all_to_all: 3 NaN in the input of rank {rank}, in a captured graph" in str(error)
-        else:
-            raise AssertionError("NaN must be found")
     return {}
-
-
-if __name__ == "__main__":
-    bodies.main(sys.argv[1], globals())

@@ -1,17 +1,17 @@
-"""What each rank of a GPU test runs: `torchrun tests/gpu/bodies.py NAME` prints a line of JSON a rank on success."""
+"""What each rank of a GPU test of all_reduce runs, by `run_bodies.py`, and what bodies of the other ops share."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import json
+import functools
+import itertools
 import os
 import random
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,22 @@ import torch
 import torch.distributed as dist
 
 import tunedcomm
-from tunedcomm import kernels, spec
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.hardware import gpu_of
 from tunedcomm.selection.snapshot import Pinned, Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
 
 ORDERED = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
 LARGE = "two_shot_split"  # from 1 MiB on
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Launch = Callable[..., None]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(BITS[a.element_size()]), b.contiguous().view(BITS[b.element_size()]))
+    return torch.equal(bits(a), bits(b))
 
 
 def stream() -> int:
@@ -46,15 +49,72 @@ def expected_of(problem: Problem, seed: int, kind: str = "random") -> tuple[torc
     return everyone[dist.get_rank()][0], expected
 
 
-def pin_variants(variant_by_numel: dict[int, str]) -> None:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def exact_launches(problem: Problem, names: Iterable[str], x: torch.Tensor, expected: torch.Tensor) -> int:
+    """Launch the variants' defaults: exact bytes, nothing written behind them. The number of variants that can run."""
+    comm, checked, size = get_communicator(), 0, expected.nbytes
+    for name in names:
+        candidate = Candidate.of(problem.op, name, get_variant(problem.op, name).default(problem, comm.limits))
+        if check_candidate(problem, candidate, comm.limits) is not None:
+            continue
+        launch = comm.bind(problem, candidate)
+        for _ in range(3):
+            room = torch.full((size + 64,), 0x5A, dtype=torch.uint8, device="cuda")
+            launch((x,), (room[:size].view(getattr(torch, problem.dtype)),), stream())
+            assert torch.equal(room[:size], bytes_of(expected)), (str(problem), str(candidate))
+            assert bool((room[size:] == 0x5A).all()), "written behind the result"
+        checked += 1
+    return checked
+
+
+def pin_variants(op: str, variant_by_numel: dict[int, str]) -> None:
     """Dispatch these bf16 problems to these variants' defaults, whatever any database holds."""
-    comm, pins = get_communicator(), []
+    comm, pins, reduction = get_communicator(), [], "" if op == "all_gather" else "sum"
     for numel, name in variant_by_numel.items():
         for mode in ("eager", "graph"):
-            problem = Problem("all_reduce", (numel,), "bfloat16", comm.world_size, mode=mode)
-            config = get_variant("all_reduce", name).default(problem, comm.limits)
-            pins.append(Pinned(problem=problem, candidate=Candidate.of("all_reduce", name, config), reason="test"))
+            problem = Problem(op, (numel,), "bfloat16", comm.world_size, reduction=reduction, mode=mode)
+            candidate = Candidate.of(op, name, get_variant(op, name).default(problem, comm.limits))
+            pins.append(Pinned(problem=problem, candidate=candidate, reason="test"))
     comm.replace_snapshot(Snapshot(environment=comm.environment, world_size=comm.world_size, pins=tuple(pins)))
+
+
+def captured(step: Callable[[int], object], length: int) -> torch.cuda.CUDAGraph:
+    """A graph of `step(0)` to `step(length - 1)`, on a stream on which the first is called before."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(0)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            for i in range(length):
+                step(i)
+    return graph
+
+
+def rotate(launch: Launch, buffers: list[torch.Tensor], i: int) -> None:
+    """Launch number `i` of a chain over three buffers."""
+    launch((buffers[i % 3],), (buffers[(i + 1) % 3],), stream())
+
+
+def chains(
+    names: Iterable[str], sizes: Iterable[Any], problem_of: Callable[[Any], Problem]
+) -> Iterator[tuple[str, Problem, Launch]]:
+    """(what it is, problem, launch) of the variants' defaults, with programmatic dependent launch and without it."""
+    comm = get_communicator()
+    for name, pdl, size in itertools.product(names, (False, True), sizes):
+        problem = problem_of(size)
+        config = dict(get_variant(problem.op, name).default(problem, comm.limits))
+        if "launch_pdl" in config:
+            config["launch_pdl"] = pdl
+        elif pdl:
+            continue
+        candidate = Candidate.of(problem.op, name, config)
+        if check_candidate(problem, candidate, comm.limits) is None:
+            yield f"{name} pdl={pdl} {size}", problem, comm.bind(problem, candidate)
+            comm.check_peers()
 
 
 def variants_body() -> dict[str, object]:
@@ -71,18 +131,7 @@ def variants_body() -> dict[str, object]:
                     everyone = [torch.empty_like(x) for _ in range(comm.world_size)]
                     dist.all_gather(everyone, x)
                     (expected,) = get_op("all_reduce").ordered_reference(problem, [(e,) for e in everyone], 0)
-                for name in (*ORDERED, LARGE):
-                    variant = get_variant("all_reduce", name)
-                    config = variant.default(problem, comm.limits)
-                    candidate = Candidate.of("all_reduce", name, config)
-                    if check_candidate(problem, candidate, comm.limits) is not None:
-                        continue
-                    launch = comm.bind(problem, candidate)
-                    for _ in range(3):
-                        out = torch.full_like(x, float("nan"))
-                        launch((x,), (out,), stream())
-                        assert same_bits(out, expected), (problem, str(candidate))
-                    checked += 1
+                checked += exact_launches(problem, (*ORDERED, LARGE), x, expected)
     assert checked > 150, checked
     return {"checked": checked}
 
@@ -93,79 +142,62 @@ def chain_body() -> dict[str, object]:
     With programmatic dependent launch a kernel starts before its predecessor ends: if it read its input, or overwrote
     a buffer, too early, stale values of the replay before would show.
     """
-    comm, replays, length = get_communicator(), 40, 12
-    for name in (*ORDERED, LARGE):
-        for pdl in (False, True):
-            for numel in (2048, 65536, 524288):
-                problem = Problem("all_reduce", (numel,), "float32", comm.world_size)
-                variant = get_variant("all_reduce", name)
-                config = dict(variant.default(problem, comm.limits))
-                if "launch_pdl" in config:
-                    config["launch_pdl"] = pdl
-                elif pdl:
-                    continue
-                if check_candidate(problem, Candidate.of("all_reduce", name, config), comm.limits):
-                    continue
-                launch = comm.bind(problem, Candidate.of("all_reduce", name, config))
-                buffers = [torch.zeros(numel, device="cuda") for _ in range(3)]
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.stream(side):
-                    launch((buffers[0],), (buffers[1],), stream())
-                    torch.cuda.synchronize()
-                    with torch.cuda.graph(graph, stream=side):
-                        for i in range(length):
-                            launch((buffers[i % 3],), (buffers[(i + 1) % 3],), stream())
-                for replay in range(replays):
-                    x, expected = expected_of(problem, replay, "integers")
-                    buffers[0].copy_(x)
-                    graph.replay()
-                    wanted = expected * float(comm.world_size) ** (length - 1)
-                    assert torch.equal(buffers[length % 3], wanted), (name, pdl, numel, replay)
-                comm.check_peers()
+    replays, length, world_size = 40, 12, dist.get_world_size()
+
+    def problem_of(numel: int) -> Problem:
+        return Problem("all_reduce", (numel,), "float32", world_size)
+
+    for what, problem, launch in chains((*ORDERED, LARGE), (2048, 65536, 524288), problem_of):
+        buffers = [torch.zeros(problem.numel, device="cuda") for _ in range(3)]
+        graph = captured(functools.partial(rotate, launch, buffers), length)
+        for replay in range(replays):
+            x, expected = expected_of(problem, replay, "integers")
+            buffers[0].copy_(x)
+            graph.replay()
+            wanted = expected * float(world_size) ** (length - 1)
+            assert torch.equal(buffers[length % 3], wanted), (what, replay)
     return {}
 
 
-def streams_body() -> dict[str, object]:
-    """Eager calls from two streams in turn, and a graph replayed while eager calls run on another stream."""
-    group_size = dist.get_world_size()
-    shuffle = random.Random(5)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    results = []
-    pin_variants({512: "lamport", 4096: "one_shot", 40000: "two_shot_lamport", 600000: "two_shot"})
-    cases = [expected_of(Problem("all_reduce", (n,), "bfloat16", group_size), n) for n in (512, 4096, 40000, 600000)]
-    for x, expected in cases:
-        assert same_bits(tunedcomm.all_reduce(x, numerics="ordered"), expected)
+def interleaved(call: Callable[..., torch.Tensor], cases: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, object]:
+    """Eager calls from two streams in turn, and graphs replayed while eager calls run on another stream."""
+    shuffle, streams, late = random.Random(5), [torch.cuda.Stream() for _ in range(2)], []
+    outs = [call(x) for x, _ in cases]
     torch.cuda.synchronize()
     for _ in range(200):
         x, expected = cases[shuffle.randrange(len(cases))]
         with torch.cuda.stream(streams[shuffle.randrange(2)]):
             torch.cuda._sleep(random.randrange(30000))
-            results.append((tunedcomm.all_reduce(x, numerics="ordered"), expected))
-    torch.cuda.synchronize()
-    assert all(same_bits(out, expected) for out, expected in results)
+            late.append((call(x), expected))
+    for (x, expected), out in zip(cases, outs, strict=True):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(streams[0]), torch.cuda.graph(graph, stream=streams[0]):
+            for _ in range(10):
+                call(x, out=out)
+        torch.cuda.synchronize()
+        for round_number in range(10):
+            with torch.cuda.stream(streams[0]):
+                out.fill_(0)
+                graph.replay()
+                late.append((out.clone(), expected))
+            with torch.cuda.stream(streams[1]):
+                for step in range(5):
+                    y, wanted = cases[(round_number + step) % len(cases)]
+                    late.append((call(y), wanted))
+        torch.cuda.synchronize()
+        wrong = [number for number, pair in enumerate(late) if not torch.equal(*map(bytes_of, pair))]
+        assert not wrong, (x.numel(), wrong)
+        get_communicator().check_peers()
+        late.clear()
+    return {}
 
-    x, expected = cases[1]
-    out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(streams[0]):
-        with torch.cuda.graph(graph, stream=streams[0]):
-            for _ in range(20):
-                tunedcomm.all_reduce(x, out=out, numerics="ordered")
-    torch.cuda.synchronize()
-    late = []
-    for round_number in range(30):
-        with torch.cuda.stream(streams[0]):
-            out.fill_(float("nan"))
-            graph.replay()
-            late.append((out.clone(), expected))
-        with torch.cuda.stream(streams[1]):
-            for step in range(5):
-                y, wanted = cases[(round_number + step) % len(cases)]
-                late.append((tunedcomm.all_reduce(y, numerics="ordered"), wanted))
-    torch.cuda.synchronize()
-    assert all(same_bits(a, b) for a, b in late)
-    return {"calls": len(results) + len(late)}
+
+def streams_body() -> dict[str, object]:
+    pin_variants("all_reduce", {512: "lamport", 4096: "one_shot", 40000: "two_shot_lamport", 600000: "two_shot"})
+    problems = [Problem("all_reduce", (n,), "bfloat16", dist.get_world_size()) for n in (512, 4096, 40000, 600000)]
+    cases = [expected_of(problem, problem.numel) for problem in problems]
+    return interleaved(functools.partial(tunedcomm.all_reduce, numerics="ordered"), cases)
 
 
 def slices_body() -> dict[str, object]:
@@ -240,6 +272,109 @@ def symmetric_body() -> dict[str, object]:
     return {}
 
 
+def nodes_body() -> dict[str, object]:
+    """Two nodes of two ranks, as TUNEDCOMM_NODE_OF_RANK has it: eager and in graphs, same bits on all ranks."""
+    comm = get_communicator()
+    assert comm.limits.ranks_per_node == 2
+    for numel in (1, 777, 65536, 3_000_001, 1 << 25):
+        problem = Problem("all_reduce", (numel,), "bfloat16" if numel % 2 else "float32", comm.world_size)
+        x, expected = expected_of(problem, numel, "integers")
+        with tunedcomm.force("all_reduce", "hierarchical"):
+            out, graph = tunedcomm.all_reduce(x), torch.cuda.CUDAGraph()
+            assert torch.equal(out, expected), numel
+            with torch.cuda.graph(graph):
+                tunedcomm.all_reduce(tunedcomm.all_reduce(x), out=out)
+            for seed in range(3):
+                values, expected = expected_of(problem, seed)
+                x.copy_(values)
+                graph.replay()
+                everyone = [torch.empty_like(out) for _ in range(comm.world_size)]
+                dist.all_gather(everyone, out)
+                assert all(same_bits(theirs, out) for theirs in everyone), numel
+                wanted = comm.world_size * expected.double()
+                assert ((out.double() - wanted).norm() / wanted.norm()).item() < 2e-2
+    return {}
+
+
+def dispatch_body() -> dict[str, object]:
+    """The public call as users make it: any tensor, first in a capture, unusual strides and alignment."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    total = float(sum(range(1, world_size + 1)))
+    base = torch.full((64, 130), float(rank + 1), device="cuda", dtype=torch.bfloat16)
+    for x in (base, base.t(), base[:, 1:], base[3:, ::2], base.view(-1)[1:1025], base[:0], base.view(-1)[3:4]):
+        out = tunedcomm.all_reduce(x)
+        assert out.shape == x.shape
+        assert torch.equal(out, torch.full_like(out, total)), x.shape
+        held = x.clone(memory_format=torch.preserve_format)
+        assert tunedcomm.all_reduce_(held) is held
+        assert torch.equal(held, torch.full_like(held, total))
+    strided = torch.zeros(64, 260, device="cuda", dtype=torch.bfloat16)[:, ::2]
+    assert tunedcomm.all_reduce(base, out=strided) is strided
+    assert torch.equal(strided, torch.full_like(strided, total))
+    for dtype in (torch.int32, torch.float64, torch.uint8):
+        x = torch.full((33,), rank + 1, device="cuda", dtype=dtype)
+        assert torch.equal(tunedcomm.all_reduce(x), torch.full_like(x, int(total)))
+    for op, wanted in (("max", float(world_size)), ("min", 1.0), ("avg", total / world_size)):
+        assert torch.equal(tunedcomm.all_reduce(base, op=op), torch.full_like(base, wanted))
+    fresh = torch.full((777,), float(rank + 1), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # never called before: the library serves it
+        out = tunedcomm.all_reduce(fresh)
+    graph.replay()
+    assert torch.equal(out, torch.full_like(out, total))
+    return {}
+
+
+def current_device_body() -> dict[str, object]:
+    """Calls that were served fast before, with another device current, on its default stream and on another one."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if torch.cuda.device_count() < world_size:
+        return {"skipped": "ranks share GPUs"}
+    total, other = float(sum(range(1, world_size + 1))), (rank + 1) % world_size
+    base = torch.full((4096,), float(rank + 1), device=f"cuda:{rank}")
+    out, side = torch.empty_like(base), torch.cuda.Stream(device=rank)
+    for stream in (torch.cuda.default_stream(rank), side):
+        with torch.cuda.stream(stream):
+            for current in (rank, rank, other, other, rank, other):
+                out.zero_()
+                held = base.clone()
+                torch.cuda.set_device(current)
+                tunedcomm.all_reduce(base, out=out)
+                assert tunedcomm.all_reduce_(held) is held
+                made = tunedcomm.all_reduce(base)
+                torch.cuda.set_device(rank)
+                stream.synchronize()
+                for found in (out, held, made):
+                    assert found.device == base.device
+                    assert torch.equal(found, torch.full_like(found, total)), (stream, current)
+    return {}
+
+
+def stream_order_body() -> dict[str, object]:
+    """A call waits for the group's call before it on another stream, the default one too."""
+    x = torch.ones(4096, device="cuda")
+    streams = (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream())
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            tunedcomm.all_reduce(x)
+    torch.cuda.synchronize()
+    for first in streams:
+        for second in streams:
+            ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            dist.barrier()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(first):
+                torch.cuda._sleep(20_000_000)
+                tunedcomm.all_reduce(x)
+                ends[0].record()
+            with torch.cuda.stream(second):
+                tunedcomm.all_reduce(x)
+                ends[1].record()
+            torch.cuda.synchronize()
+            assert ends[0].elapsed_time(ends[1]) >= 0.0, (streams.index(first), streams.index(second))
+    return {}
+
+
 def lost_peer_body() -> dict[str, object]:
     """One rank stops calling: the others give up within the bound, say for whom, and refuse further calls.
 
@@ -248,21 +383,26 @@ def lost_peer_body() -> dict[str, object]:
     """
     only = os.environ.get("LOST_VARIANT")
     if only:
-        return {"waited": lose_peer(only, os.environ["LOST_MODE"], kill=True)}
-    waited = [lose_peer(variant, mode, kill=False) for variant in (*ORDERED, LARGE) for mode in ("eager", "graph")]
-    return {"waited": max(waited)}
+        return {"waited": lose_peer("all_reduce", only, os.environ["LOST_MODE"], 2048, kill=True)}
+    return {"waited": max(lose_peer("all_reduce", *each) for each in lost((*ORDERED, LARGE), LARGE, 1 << 20))}
 
 
-def lose_peer(variant: str, mode: str, *, kill: bool) -> float:
-    """Seconds that a survivor waited; 0 on the lost rank."""
-    group = dist.new_group()
-    last, x = dist.get_world_size() - 1, torch.ones(1 << 20 if variant == LARGE else 2048, device="cuda")
+def lost(names: Iterable[str], large: str, numel: int) -> Iterator[tuple[str, str, int]]:
+    """(variant, mode, elements), of which the large one needs more."""
+    for name, mode in itertools.product(names, ("eager", "graph")):
+        yield name, mode, numel if name == large else 2048
+
+
+def lose_peer(op: str, variant: str, mode: str, numel: int, *, kill: bool = False) -> float:
+    """Seconds that a survivor waited, in a group of its own; 0 on the lost rank."""
+    group, call = dist.new_group(), getattr(tunedcomm, op)
+    last, x = dist.get_world_size() - 1, torch.ones(numel, device="cuda")
 
     def calls() -> None:
         for _ in range(3):
-            tunedcomm.all_reduce(x, group=group)
+            call(x, group=group)
 
-    with tunedcomm.force("all_reduce", variant):
+    with tunedcomm.force(op, variant):
         calls()
         run = calls
         if mode == "graph":
@@ -279,20 +419,14 @@ def lose_peer(variant: str, mode: str, *, kill: bool) -> float:
             if kill:
                 os.kill(os.getpid(), signal.SIGKILL)
         else:
-            waited = miss(run, x, group, f"all_reduce .*{mode}.* missed rank {last} of the group of {last + 1}")
+            said = f"{op} .*{mode}.* missed rank {last} of the group of {last + 1}"
+            waited = miss(run, functools.partial(call, x, group=group), said)
     if not kill:
         dist.barrier()
     return waited
 
 
-def miss(
-    run: Callable[[], None],
-    x: torch.Tensor,
-    group: dist.ProcessGroup,
-    said: str,
-    *,
-    call: Callable[..., torch.Tensor] = tunedcomm.all_reduce,
-) -> float:
+def miss(run: Callable[[], None], call: Callable[[], object], said: str) -> float:
     """Run what one rank does not run; seconds until the device was free again."""
     begin = time.monotonic()
     with contextlib.suppress(tunedcomm.PeerTimeoutError):  # eager calls may learn of it while they are made
@@ -301,33 +435,9 @@ def miss(
     waited = time.monotonic() - begin
     for _ in range(2):
         try:
-            call(x, group=group)
+            call()
         except tunedcomm.PeerTimeoutError as error:
             assert re.search(said, str(error)), str(error)
         else:
             raise AssertionError("the call after the bound must raise")
     return waited
-
-
-def main(name: str, found: Mapping[str, Any] | None = None) -> None:
-    """Run `NAME_body` of this module, or of the module whose names are `found`."""
-    device = gpu_of(int(os.environ["LOCAL_RANK"]))
-    faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    kernels.discover()
-    assert spec.variants("all_reduce")
-    begin = time.monotonic()
-    result = (globals() if found is None else found)[f"{name}_body"]()
-    torch.cuda.synchronize()
-    result = {"rank": dist.get_rank(), "seconds": round(time.monotonic() - begin, 2), **result}
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
-    if name == "lost_peer":
-        os._exit(0)  # the group is out of step by design
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], globals())

@@ -1,34 +1,23 @@
-"""What each rank of a GPU test of the fused ops runs: `torchrun tests/gpu/fused_bodies.py NAME`."""
+"""What each rank of a test of all_reduce_rms_norm runs, by `run_bodies.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import sys
-from collections.abc import Callable
 
-import bodies
 import torch
 import torch.distributed as dist
+from bodies import Launch, captured, chains, same_bits, stream
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 
 OP = "all_reduce_rms_norm"
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+Tensors = tuple[torch.Tensor, ...]
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(BITS[a.element_size()]), b.contiguous().view(BITS[b.element_size()]))
-
-
-def stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
-
-
-def expected_of(problem: Problem, seed: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def expected_of(problem: Problem, seed: int) -> tuple[Tensors, Tensors]:
     """(this rank's inputs, exact bits of every ordered variant's outputs)."""
     op = get_op(problem.op)
     everyone = [op.make_inputs(problem, rank, seed, "random", "cuda") for rank in range(problem.world_size)]
@@ -36,7 +25,7 @@ def expected_of(problem: Problem, seed: int) -> tuple[tuple[torch.Tensor, ...], 
     return everyone[rank], op.ordered_reference(problem, everyone, rank)
 
 
-def poisoned(problem: Problem) -> tuple[torch.Tensor, ...]:
+def poisoned(problem: Problem) -> Tensors:
     outputs = get_op(problem.op).make_outputs(problem, "cuda")
     for output in outputs:
         output.fill_(float("nan"))
@@ -79,56 +68,36 @@ def variants_body() -> dict[str, object]:
     return {"checked": checked}
 
 
-def layers(
-    launch: Callable[..., None], weight: torch.Tensor, h: torch.Tensor, both: tuple[torch.Tensor, ...], length: int
-) -> None:
-    """Layers that hand their results to each other, with the residual in place."""
-    for i in range(length):
-        launch((both[i % 2], weight, h), (both[1 - i % 2], h), stream())
-
-
 def chain_body() -> dict[str, object]:
     """A layer after the other in a graph, the residual in place, replayed with new inputs; with PDL and without."""
-    comm, length = get_communicator(), 6
-    for name in ordered():
-        for pdl in (False, True):
-            for tokens in (1, 16, 200):
-                problem = Problem(OP, (tokens, 4096), "bfloat16", comm.world_size, layout="residual")
-                variant = get_variant(OP, name)
-                config = dict(variant.default(problem, comm.limits))
-                if "launch_pdl" in config:
-                    config["launch_pdl"] = pdl
-                elif pdl:
-                    continue
-                if check_candidate(problem, Candidate.of(OP, name, config), comm.limits):
-                    continue
-                launch = comm.bind(problem, Candidate.of(OP, name, config))
-                (x, weight, residual), _ = expected_of(problem, 0)
-                a, b, h = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
-                side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    a.copy_(x)
-                    h.copy_(residual)
-                    layers(launch, weight, h, (a, b), length)
-                    torch.cuda.synchronize()
-                    with torch.cuda.graph(graph, stream=side):
-                        layers(launch, weight, h, (a, b), length)
-                for replay in range(15):
-                    everyone = [
-                        get_op(OP).make_inputs(problem, r, replay, "random", "cuda") for r in range(comm.world_size)
-                    ]
-                    a.copy_(everyone[comm.rank][0])
-                    h.copy_(everyone[comm.rank][2])
-                    graph.replay()
-                    xs, r = [e[0] for e in everyone], everyone[0][2]
-                    for _ in range(length):
-                        # After the first layer every rank holds the same y.
-                        y, r = get_op(OP).ordered_reference(problem, [(v, weight, r) for v in xs], 0)
-                        xs = [y] * comm.world_size
-                    assert same_bits(h, r), (name, pdl, tokens, replay)
-                    assert same_bits(a, y), (name, pdl, tokens, replay)
-                comm.check_peers()
+    length, world_size, rank = 6, dist.get_world_size(), dist.get_rank()
+
+    def problem_of(tokens: int) -> Problem:
+        return Problem(OP, (tokens, 4096), "bfloat16", world_size, layout="residual")
+
+    for what, problem, launch in chains(ordered(), (1, 16, 200), problem_of):
+        (x, weight, residual), _ = expected_of(problem, 0)
+        a, b, h = x.clone(), torch.empty_like(x), residual.clone()
+
+        def layer(
+            i: int, launch: Launch = launch, w: torch.Tensor = weight, h: torch.Tensor = h, both: Tensors = (a, b)
+        ) -> None:
+            """Hand the result to the next one, with the residual in place."""
+            launch((both[i % 2], w, h), (both[1 - i % 2], h), stream())
+
+        graph = captured(layer, length)
+        for replay in range(15):
+            everyone = [get_op(OP).make_inputs(problem, r, replay, "random", "cuda") for r in range(world_size)]
+            a.copy_(everyone[rank][0])
+            h.copy_(everyone[rank][2])
+            graph.replay()
+            xs, r = [e[0] for e in everyone], everyone[0][2]
+            for _ in range(length):
+                # After the first layer every rank holds the same y.
+                y, r = get_op(OP).ordered_reference(problem, [(v, weight, r) for v in xs], 0)
+                xs = [y] * world_size
+            assert same_bits(h, r), (what, replay)
+            assert same_bits(a, y), (what, replay)
     return {}
 
 
@@ -171,58 +140,3 @@ def public_body() -> dict[str, object]:
     graph.replay()
     assert torch.isfinite(out).all()
     return {}
-
-
-def times_body() -> dict[str, object]:
-    """µs a call in graphs: the best of a sample of each variant's configs, to be printed."""
-    comm, shuffle = get_communicator(), random.Random(int(os.environ.get("SEED", "5")))
-    found: dict[str, object] = {}
-    count = int(os.environ.get("CONFIGS", "12"))
-    for tokens in (1, 8, 64, 128, 512, 2048):
-        problem = Problem(OP, (tokens, 8192), "bfloat16", comm.world_size, layout="residual")
-        inputs, _ = expected_of(problem, tokens)
-        for name in variants(OP):
-            variant = get_variant(OP, name)
-            feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, comm.limits) is None]
-            sample = [variant.default(problem, comm.limits), *shuffle.sample(feasible, min(count, len(feasible)))]
-            best = (float("inf"), "")
-            for config in sample:
-                with contextlib.suppress(tunedcomm.InfeasibleError):
-                    if check_candidate(problem, Candidate.of(OP, name, config), comm.limits):
-                        continue
-                    launch = comm.bind(problem, Candidate.of(OP, name, config))
-                    best = min(best, (_time(launch, inputs, poisoned(problem)), str(dict(config))))
-            found[f"{tokens} {name}"] = [round(best[0], 2), best[1]]
-            comm.check_peers()
-    return found
-
-
-def _time(
-    launch: object, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], calls: int = 30
-) -> float:
-    """µs a call of the slowest rank, median of replays."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        launch(inputs, outputs, stream())
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=side):
-            for _ in range(calls):
-                launch(inputs, outputs, stream())
-        times = []
-        for _ in range(9):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            dist.all_reduce(torch.zeros(1, device="cuda"))
-            begin.record()
-            graph.replay()
-            end.record()
-            times.append((begin, end))
-        torch.cuda.synchronize()
-    mine = sorted(begin.elapsed_time(end) * 1e3 / calls for begin, end in times)[4]
-    slowest = torch.tensor([mine], device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest.item())
-
-
-if __name__ == "__main__":
-    bodies.main(sys.argv[1], globals())

@@ -1,30 +1,36 @@
-"""What each rank of all_gather's GPU tests runs: `torchrun tests/gpu/gather_bodies.py NAME`."""
+"""What each rank of a test of all_gather runs, by `run_bodies.py`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bodies import main, miss, stream
+from bodies import (
+    Launch,
+    bytes_of,
+    captured,
+    chains,
+    exact_launches,
+    interleaved,
+    lose_peer,
+    lost,
+    pin_variants,
+    stream,
+)
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
-from tunedcomm.selection.snapshot import Pinned, Snapshot
-from tunedcomm.space import Config
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant, variants
+from tunedcomm.spec import Candidate, Problem, get_variant
 
 PACKETS, OTHERS = ("lamport", "pull", "push"), ("copy_engine", "multimem")
 WORDS = (SENTINEL.value, ESCAPE.value, 0x7FC01234, 0)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def gather(numel: int, dtype: str = "bfloat16", *, symmetric: bool = False) -> Problem:
@@ -51,42 +57,20 @@ def feasible(comm: Communicator, problem: Problem, name: str) -> list[dict[str, 
     return [dict(c) for c in variant.space.enumerate() if variant.infeasible(problem, c, comm.limits) is None]
 
 
-def default_of(comm: Communicator, problem: Problem, name: str) -> Config | None:
-    """The variant's default, or None where it cannot run the problem."""
-    config = get_variant("all_gather", name).default(problem, comm.limits)
-    return None if check_candidate(problem, Candidate.of("all_gather", name, config), comm.limits) else config
-
-
 def result_like(problem: Problem) -> torch.Tensor:
     """An output full of a byte that is no right answer by itself."""
-    return guarded(problem)[0]
-
-
-def guarded(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Such an output, and the bytes behind it, which nobody may touch."""
-    end = problem.nbytes * problem.world_size
-    room = torch.full((end + 64,), 0x5A, dtype=torch.uint8, device="cuda")
-    return room[:end].view(getattr(torch, problem.dtype)), room[end:]
+    room = torch.full((problem.nbytes * problem.world_size,), 0x5A, dtype=torch.uint8, device="cuda")
+    return room.view(getattr(torch, problem.dtype))
 
 
 def variants_body() -> dict[str, object]:
     """Every variant at odd sizes and dtypes: exact bits, and nothing written behind the result."""
-    comm, checked = get_communicator(), 0
+    checked = 0
     for seed, numel in enumerate((1, 5, 64, 1001, 4096, 65537, 1 << 20, 3_000_001, 1 << 24)):
         for dtype in ("bfloat16", "float32", "uint8", "int64"):
             problem = gather(numel, dtype)
             x, expected = payload(problem, seed)
-            for name in (*PACKETS, *OTHERS):
-                config = default_of(comm, problem, name)
-                if config is None:
-                    continue
-                launch = comm.bind(problem, Candidate.of("all_gather", name, config))
-                for _ in range(3):
-                    out, behind = guarded(problem)
-                    launch((x,), (out,), stream())
-                    assert torch.equal(bytes_of(out), expected), (str(problem), name, config)
-                    assert bool((behind == 0x5A).all()), "written behind the result"
-                checked += 1
+            checked += exact_launches(problem, (*PACKETS, *OTHERS), x, expected)
     assert checked > 80, checked
     return {"checked": checked}
 
@@ -117,94 +101,38 @@ def chain_body() -> dict[str, object]:
     With programmatic dependent launch a kernel starts before its predecessor ends: if it read its input, or overwrote
     a buffer, too early, stale values of the replay before would show.
     """
-    comm, length = get_communicator(), 12
-    rank, world_size = dist.get_rank(), comm.world_size
-    for name in (*PACKETS, *OTHERS):
-        for pdl in (False, True):
-            for numel in (2048, 65536, 1 << 20):
-                problem = gather(numel, "float32")
-                config = dict(default_of(comm, problem, name) or {})
-                if not config or (pdl and "launch_pdl" not in config):
-                    continue
-                if "launch_pdl" in config:
-                    config["launch_pdl"] = pdl
-                launch = comm.bind(problem, Candidate.of("all_gather", name, config))
-                x = torch.zeros(numel, device="cuda")
-                outs = [torch.zeros(numel * world_size, device="cuda") for _ in range(3)]
-                mine = slice((rank + 1) % world_size * numel, ((rank + 1) % world_size + 1) * numel)
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.stream(side):
-                    launch((x,), (outs[0],), stream())
-                    torch.cuda.synchronize()
-                    with torch.cuda.graph(graph, stream=side):
-                        for i in range(length):
-                            source = x if i == 0 else outs[(i - 1) % 3][mine]
-                            launch((source,), (outs[i % 3],), stream())
-                for replay in range(30):
-                    values, everyone = payload(problem, replay)
-                    x.copy_(values)
-                    graph.replay()
-                    # Each launch passes every rank's part on to the rank before it.
-                    turned = everyone.view(world_size, -1).roll(-(length - 1), 0).flatten()
-                    assert torch.equal(bytes_of(outs[(length - 1) % 3]), turned), (name, pdl, numel, replay)
-                comm.check_peers()
+    length, rank, world_size = 12, dist.get_rank(), dist.get_world_size()
+    for what, problem, launch in chains(
+        (*PACKETS, *OTHERS), (2048, 65536, 1 << 20), functools.partial(gather, dtype="float32")
+    ):
+        numel = problem.numel
+        x = torch.zeros(numel, device="cuda")
+        outs = [torch.zeros(numel * world_size, device="cuda") for _ in range(3)]
+        mine = slice((rank + 1) % world_size * numel, ((rank + 1) % world_size + 1) * numel)
+
+        def step(
+            i: int,
+            launch: Launch = launch,
+            x: torch.Tensor = x,
+            outs: list[torch.Tensor] = outs,
+            mine: slice = mine,
+        ) -> None:
+            launch((x if i == 0 else outs[(i - 1) % 3][mine],), (outs[i % 3],), stream())
+
+        graph = captured(step, length)
+        for replay in range(30):
+            values, everyone = payload(problem, replay)
+            x.copy_(values)
+            graph.replay()
+            # Each launch passes every rank's part on to the rank before it.
+            turned = everyone.view(world_size, -1).roll(-(length - 1), 0).flatten()
+            assert torch.equal(bytes_of(outs[(length - 1) % 3]), turned), (what, replay)
     return {}
 
 
-def pin_variants(variant_by_numel: dict[int, str]) -> None:
-    """Dispatch these bf16 problems to these variants' defaults, whatever any database holds."""
-    comm, pins = get_communicator(), []
-    for numel, name in variant_by_numel.items():
-        for mode in ("eager", "graph"):
-            problem = Problem("all_gather", (numel,), "bfloat16", comm.world_size, reduction="", mode=mode)
-            config = get_variant("all_gather", name).default(problem, comm.limits)
-            pins.append(Pinned(problem=problem, candidate=Candidate.of("all_gather", name, config), reason="test"))
-    comm.replace_snapshot(Snapshot(environment=comm.environment, world_size=comm.world_size, pins=tuple(pins)))
-
-
 def streams_body() -> dict[str, object]:
-    """Eager calls from two streams in turn, and a graph replayed while eager calls run on another stream."""
-    shuffle = random.Random(5)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    pin_variants({512: "lamport", 4096: "pull", 600_000: "push", 300_000: "copy_engine"})
-    cases = [payload(gather(numel), numel) for numel in (512, 4096, 600_000, 300_000)]
-    for x, expected in cases:
-        assert torch.equal(bytes_of(tunedcomm.all_gather(x)), expected)
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(200):
-        x, expected = cases[shuffle.randrange(len(cases))]
-        with torch.cuda.stream(streams[shuffle.randrange(2)]):
-            torch.cuda._sleep(random.randrange(30000))
-            results.append((tunedcomm.all_gather(x), expected))
-    torch.cuda.synchronize()
-    assert all(torch.equal(bytes_of(out), expected) for out, expected in results)
-
-    late = []
-    for x, expected in cases:
-        out, graph = result_like(gather(x.numel())), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(streams[0]):
-            with torch.cuda.graph(graph, stream=streams[0]):
-                for _ in range(10):
-                    tunedcomm.all_gather(x, out=out)
-        torch.cuda.synchronize()
-        for round_number in range(10):
-            with torch.cuda.stream(streams[0]):
-                out.fill_(0)
-                graph.replay()
-                late.append((out.clone(), expected))
-            with torch.cuda.stream(streams[1]):
-                for step in range(5):
-                    y, wanted = cases[(round_number + step) % len(cases)]
-                    late.append((tunedcomm.all_gather(y), wanted))
-        torch.cuda.synchronize()
-        wrong = [number for number, (a, b) in enumerate(late) if not torch.equal(bytes_of(a), b)]
-        assert not wrong, (x.numel(), wrong)
-        tunedcomm.get_communicator().check_peers()
-        late.clear()
-    return {"calls": len(results)}
+    pin_variants("all_gather", {512: "lamport", 4096: "pull", 600_000: "push", 300_000: "copy_engine"})
+    return interleaved(tunedcomm.all_gather, [payload(gather(n), n) for n in (512, 4096, 600_000, 300_000)])
 
 
 def symmetric_body() -> dict[str, object]:
@@ -310,34 +238,4 @@ def dispatch_body() -> dict[str, object]:
 
 def lost_peer_body() -> dict[str, object]:
     """One rank stops calling: the others give up within the bound, say for whom, and refuse further calls."""
-    waited = []
-    for variant in (name for name in (*PACKETS, "copy_engine") if name in variants("all_gather")):
-        for mode in ("eager", "graph"):
-            group, last = dist.new_group(), dist.get_world_size() - 1
-            x = torch.ones(2048, device="cuda")
-
-            def calls(group: dist.ProcessGroup = group, x: torch.Tensor = x) -> None:
-                for _ in range(3):
-                    tunedcomm.all_gather(x, group=group)
-
-            with tunedcomm.force("all_gather", variant):
-                calls()
-                run = calls
-                if mode == "graph":
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
-                        calls()
-                    run = graph.replay
-                run()
-                torch.cuda.synchronize()
-                dist.barrier()
-                torch.cuda.synchronize()
-                if dist.get_rank() != last:
-                    said = f"all_gather .*{mode}.* missed rank {last} of the group of {last + 1}"
-                    waited.append(miss(run, x, group, said, call=tunedcomm.all_gather))
-            dist.barrier()
-    return {"waited": max(waited, default=0.0)}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], globals())
+    return {"waited": max(lose_peer("all_gather", *each) for each in lost((*PACKETS, "copy_engine"), "", 0))}

@@ -1,19 +1,18 @@
-"""What each rank of a GPU test of the fused GEMMs runs; started as `bodies.py` is, with the op's name in GEMM_OP."""
+"""What each rank of a test of the fused GEMMs runs, by `run_bodies.py`, with the op's name in GEMM_OP."""
 
 from __future__ import annotations
 
 import math
 import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import bodies
 import torch
 import torch.distributed as dist
-from bodies import stream
+from bodies import captured, stream
+from bodies import same_bits as same
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
@@ -39,7 +38,6 @@ KINDS = (
     ("float8_e4m3fn", "nk", "tensorwise"),
     ("float8_e4m3fn", "kn", "rowwise"),
 )
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -88,10 +86,7 @@ def error_of(outputs: Tensors, expected: Tensors) -> float:
 
 
 def same_bits(one: Tensors, other: Tensors) -> bool:
-    return all(
-        torch.equal(a.view(_BITS[a.element_size()]), b.view(_BITS[b.element_size()]))
-        for a, b in zip(one, other, strict=True)
-    )
+    return all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
 def is_exact(outputs: Tensors, expected: Tensors) -> bool:
@@ -218,16 +213,18 @@ def chain_body() -> dict[str, object]:
             sources = [case_of(problem, seed, "integers")[0] for seed in range(length)]
             held = tuple(torch.empty_like(tensor) for tensor in sources[0])
             outputs = [poisoned(problem) for _ in range(length)]
-            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                copy(held, sources[0])
-                launch(held, outputs[0], stream())
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph, stream=side):
-                    for source, output in zip(sources, outputs, strict=True):
-                        copy(held, source)
-                        launch(held, output, stream())
+
+            def step(
+                i: int,
+                launch: Any = launch,
+                held: Tensors = held,
+                sources: list[Tensors] = sources,
+                outputs: list[Tensors] = outputs,
+            ) -> None:
+                copy(held, sources[i])
+                launch(held, outputs[i], stream())
+
+            graph = captured(step, length)
             for replay in range(replays):
                 cases = [case_of(problem, 100 * replay + seed, "integers") for seed in range(length)]
                 for source, output, (values, _) in zip(sources, outputs, cases, strict=True):
@@ -365,7 +362,3 @@ def kept_body() -> dict[str, object]:
             kept.append(f"{op} {name}")
     assert kept
     return {"kept": kept}
-
-
-if __name__ == "__main__":
-    bodies.main(sys.argv[1], globals())

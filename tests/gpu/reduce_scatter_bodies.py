@@ -1,24 +1,21 @@
-"""What each rank of a GPU test of reduce_scatter runs; started as `bodies.py` is."""
+"""What each rank of a test of reduce_scatter runs, by `run_bodies.py`."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import bodies
 import torch
 import torch.distributed as dist
-from bodies import miss, same_bits, stream
+from bodies import Launch, captured, chains, lose_peer, lost, same_bits, stream
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
+from tunedcomm.spec import Candidate, Problem, get_op, get_variant, variants
 
 OP = "reduce_scatter"
 LARGE = "copy_engine"  # from 512 KiB on
@@ -113,45 +110,29 @@ def chain_body() -> dict[str, object]:
     A launch writes its result into a chunk of the next one's input. If a kernel that started early read its input, or
     overwrote a buffer, too early, stale values of the replay before would show.
     """
-    comm, replays, length = get_communicator(), 25, 7
-    world_size, rank = comm.world_size, comm.rank
-    for name in ordered():
-        for pdl in (False, True):
-            for numel in (512, 16384, 131072):
-                problem = Problem(OP, (numel,), "float32", world_size)
-                config = dict(get_variant(OP, name).default(problem, comm.limits))
-                if "launch_pdl" in config:
-                    config["launch_pdl"] = pdl
-                elif pdl:
-                    continue
-                candidate = Candidate.of(OP, name, config)
-                if check_candidate(problem, candidate, comm.limits):
-                    continue
-                launch = comm.bind(problem, candidate)
-                buffers = [torch.zeros(numel * world_size, device="cuda") for _ in range(3)]
-                side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    launch((buffers[0],), (buffers[1][:numel],), stream())
-                    torch.cuda.synchronize()
-                    with torch.cuda.graph(graph, stream=side):
-                        for i in range(length):
-                            target = buffers[(i + 1) % 3].view(world_size, -1)[i % world_size]
-                            launch((buffers[i % 3],), (target,), stream())
-                for replay in range(replays):
-                    everyone = [
-                        [
-                            get_op(OP).make_inputs(problem, r, 3 * replay + b, "integers", "cuda")[0]
-                            for b in range(3)
-                        ]
-                        for r in range(world_size)
-                    ]  # fmt: skip
-                    for buffer, values in zip(buffers, everyone[rank], strict=True):
-                        buffer.copy_(values)
-                    graph.replay()
-                    for buffer, wanted in zip(buffers, simulated(everyone, length)[rank], strict=True):
-                        assert torch.equal(buffer, wanted), (name, pdl, numel, replay)
-                comm.check_peers()
+    replays, length, world_size, rank = 25, 7, dist.get_world_size(), dist.get_rank()
+
+    def problem_of(numel: int) -> Problem:
+        return Problem(OP, (numel,), "float32", world_size)
+
+    def inputs_of(problem: Problem, r: int, replay: int) -> list[torch.Tensor]:
+        make = get_op(OP).make_inputs
+        return [make(problem, r, 3 * replay + b, "integers", "cuda")[0] for b in range(3)]
+
+    for what, problem, launch in chains(ordered(), (512, 16384, 131072), problem_of):
+        buffers = [torch.zeros(problem.numel * world_size, device="cuda") for _ in range(3)]
+
+        def step(i: int, launch: Launch = launch, buffers: list[torch.Tensor] = buffers) -> None:
+            launch((buffers[i % 3],), (buffers[(i + 1) % 3].view(world_size, -1)[i % world_size],), stream())
+
+        graph = captured(step, length)
+        for replay in range(replays):
+            everyone = [inputs_of(problem, r, replay) for r in range(world_size)]
+            for buffer, values in zip(buffers, everyone[rank], strict=True):
+                buffer.copy_(values)
+            graph.replay()
+            for buffer, wanted in zip(buffers, simulated(everyone, length)[rank], strict=True):
+                assert torch.equal(buffer, wanted), (what, replay)
     return {}
 
 
@@ -208,66 +189,6 @@ def dispatch_body() -> dict[str, object]:
 
 def lost_peer_body() -> dict[str, object]:
     """One rank stops calling: the others give up within the bound, say for whom, and refuse further calls."""
-    return {"waited": max(lose_peer(name, mode) for name in ordered() for mode in ("eager", "graph"))}
-
-
-def lose_peer(variant: str, mode: str) -> float:
-    """Seconds that a survivor waited; 0 on the lost rank."""
-    group, last = dist.new_group(), dist.get_world_size() - 1
-    x = torch.ones((1 << 18 if variant == LARGE else 2048) * dist.get_world_size(), device="cuda")
-
-    def calls() -> None:
-        for _ in range(3):
-            tunedcomm.reduce_scatter(x, group=group)
-
-    with tunedcomm.force(OP, variant):
-        calls()
-        run = calls
-        if mode == "graph":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                calls()
-            run = graph.replay
-        run()
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        waited = 0.0
-        if dist.get_rank() != last:
-            waited = miss(run, x, group, f"{OP} .*{mode}.* missed rank {last} of the group of {last + 1}")
-    dist.barrier()
-    return waited
-
-
-def times_body() -> dict[str, object]:
-    """µs a call in graphs of 20, default configs beside NCCL; for a look, not a measurement to keep."""
-    comm, found = get_communicator(), {}
-    for exponent in (12, 16, 20, 22, 24, 26):
-        problem = Problem(OP, (1 << (exponent - 1),), "bfloat16", comm.world_size)
-        (x,) = get_op(OP).make_inputs(problem, comm.rank, 1, "random", "cuda")
-        out = torch.empty(problem.numel, dtype=torch.bfloat16, device="cuda")
-        for name in variants(OP):
-            config = get_variant(OP, name).default(problem, comm.limits)
-            candidate = Candidate.of(OP, name, config)
-            if check_candidate(problem, candidate, comm.limits):
-                continue
-            launch, graph = comm.bind(problem, candidate), torch.cuda.CUDAGraph()
-            launch((x,), (out,), stream())
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                for _ in range(20):
-                    launch((x,), (out,), stream())
-            samples = []
-            for _ in range(7):
-                dist.barrier()
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                graph.replay()
-                torch.cuda.synchronize()
-                samples.append((time.perf_counter() - begin) / 20 * 1e6)
-            found[f"{1 << exponent} {name}"] = round(sorted(samples)[3], 2)
-    return {"us": found}
-
-
-if __name__ == "__main__":
-    bodies.main(sys.argv[1], globals())
+    world_size = dist.get_world_size()
+    waited = [lose_peer(OP, name, mode, numel * world_size) for name, mode, numel in lost(ordered(), LARGE, 1 << 18)]
+    return {"waited": max(waited)}

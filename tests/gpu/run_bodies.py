@@ -1,15 +1,16 @@
-"""Run many bodies of one module in one group of ranks; what tests start one by one costs ten seconds each.
+"""Run bodies of one module in one group of ranks; starting the ranks costs ten seconds.
 
     torchrun --standalone --nproc-per-node 4 tests/gpu/run_bodies.py reduce_scatter_bodies variants,chain,dispatch
 
-Prints one line a body. The first that fails ends all, since the ranks may be out of step then. `lost_peer`, after which
-they always are, goes last.
+Prints a line of JSON a rank for each body, and one that begins with OK. The first that fails ends all, since the ranks
+may be out of step then. `lost_peer`, after which they always are, goes last.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import os
 import sys
 import time
@@ -20,13 +21,6 @@ import torch.distributed as dist
 
 from tunedcomm import kernels
 from tunedcomm.hardware import gpu_of
-
-
-def say(text: str) -> None:
-    """Print it on rank 0."""
-    if dist.get_rank() == 0:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
 
 
 def main(module: str, names: list[str]) -> None:
@@ -46,7 +40,10 @@ def main(module: str, names: list[str]) -> None:
             sys.stderr.write(f"{module} {name} FAILED on rank {dist.get_rank()}\n{traceback.format_exc()}")
             sys.stderr.flush()
             os._exit(1)
-        say(f"OK {module} {name} {time.monotonic() - begin:.1f} s {result}")
+        seconds = round(time.monotonic() - begin, 2)
+        said = json.dumps({"rank": dist.get_rank(), "seconds": seconds, **result}) + "\n"
+        sys.stdout.write(said + (f"OK {module} {name} {seconds} s {result}\n" if dist.get_rank() == 0 else ""))
+        sys.stdout.flush()
         if name == "lost_peer":
             os._exit(0)
         dist.barrier()

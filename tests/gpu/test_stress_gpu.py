@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from slices import OPS
-from test_all_reduce_gpu import run
+from test_bodies_gpu import run
 
 ROOT = Path(__file__).parents[2]
 GEMMS = ("ag_gemm", "gemm_ar", "gemm_rs")
@@ -37,4 +37,4 @@ def test_nothing_is_wrong_and_nothing_hangs(ops: tuple[str, ...], world_size: in
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.gpu(2)
 def test_slices_have_the_bits_of_the_whole(op: str) -> None:
-    assert len(run("slices", 2, timeout=1500.0, SLICES_OP=op, DUMP_AFTER_S="1450")) == 2
+    assert len(run("bodies", "slices", 2, timeout=1500.0, SLICES_OP=op, DUMP_AFTER_S="1450")) == 2

@@ -20,25 +20,7 @@ import torch
 import tunedcomm
 from tunedcomm import kernels, spec
 from tunedcomm.spec import Problem, get_op, register_variant, variants
-
-__all__ = [
-    "HOST",
-    "PEER_TIMEOUT_S",
-    "Case",
-    "Launched",
-    "Ranks",
-    "gives_up_in_time",
-    "inputs_of",
-    "logged",
-    "replaced",
-    "report",
-    "run_cases",
-    "run_each",
-    "run_on_ranks",
-    "same_bits",
-    "settings",
-    "spy_on_launches",
-]
+from tunedcomm.tuner.gang.process import process_start
 
 Case = Callable[[int], None]
 
@@ -180,15 +162,6 @@ def spy_on_launches(launched: list[Launched], op: str = "all_reduce") -> None:
         register_variant(dataclasses.replace(variant, bind=functools.partial(bind, variant)))
 
 
-class _Texts(logging.Handler):
-    def __init__(self, texts: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._texts = texts
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._texts.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any, *, here: bool = True) -> Iterator[None]:
     """Another attribute inside the block, on the ranks for which `here` holds."""
@@ -205,7 +178,8 @@ def replaced(owner: Any, name: str, value: Any, *, here: bool = True) -> Iterato
 def logged() -> Iterator[list[str]]:
     """The library's warnings inside the block."""
     texts: list[str] = []
-    handler = _Texts(texts)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("tunedcomm")
     logger.addHandler(handler)
     try:
@@ -214,15 +188,31 @@ def logged() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+def processes(*words: str) -> list[int]:
+    """Live processes whose command line has all these words."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            said = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if set(words) <= set(said) and process_start(int(folder.name)):
+                found.append(int(folder.name))
+    return sorted(found)
+
+
 def inputs_of(
-    group_rank: int, world_size: int, numel: int, dtype: str = "float32"
+    group_rank: int, world_size: int, numel: int, dtype: str = "float32", reduction: str = "sum"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    asked = Problem("all_reduce", (numel,), dtype, world_size, mode="eager")
+    """This rank's input, and the bits that ordered variants of all_reduce give."""
+    asked = Problem("all_reduce", (numel,), dtype, world_size, reduction=reduction, mode="eager")
     op = get_op("all_reduce")
     everyone = [op.make_inputs(asked, r, numel, "random", "cpu") for r in range(world_size)]
     return everyone[group_rank][0], op.ordered_reference(asked, everyone, group_rank)[0]
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits, comparable where NaN and -0.0 are not."""
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+    return torch.equal(bits_of(a), bits_of(b))

@@ -11,14 +11,19 @@ Its other parameters come from `parametrize`. With one named `world_size` it run
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import report, run_on_ranks
 from harness import RankError, run_ranks
+from planted_cases import LATE_OP, OP
+
+from tunedcomm import spec
 
 Outcomes = list[dict[str, str]]
 
@@ -79,3 +84,18 @@ def _arguments(item: pytest.Function) -> dict[str, Any]:
 
 def _world_size(item: pytest.Function) -> int:
     return int(_parameters(item).get("world_size", item.module.RANKS.world_size))
+
+
+@pytest.fixture(scope="module")
+def planted_ops() -> Iterator[None]:
+    """The planted ops, for one module alone: other tests look at every registered op."""
+    modules = ("planted", "planted_late")
+    for name in modules:
+        importlib.import_module(name)
+    yield
+    for key in [key for key in spec._variants if key[0] in (OP, LATE_OP)]:
+        spec._variants.pop(key)
+    for op in (OP, LATE_OP):
+        spec._ops.pop(op)
+    for name in modules:
+        sys.modules.pop(name)

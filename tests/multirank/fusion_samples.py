@@ -18,8 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tunedcomm
 
-__all__ = ["calls_of", "compiled", "fused_ops", "inductor"]
-
 
 def inductor(folder: Path) -> dict[str, str]:
     """Variables of ranks that compile by Inductor: a cache of their own, and what takes least time."""

@@ -8,8 +8,6 @@ import torch
 
 from tunedcomm.kernels.gemm.op import TOLERANCE
 
-__all__ = ["DTYPES", "FP8", "HOW", "drawn", "mine_of", "near", "scale", "stored", "sums"]
-
 FP8 = torch.float8_e4m3fn
 
 
@@ -61,7 +59,3 @@ def sums(world_size: int, a: tuple[int, ...], k: int, n: int, dtype: torch.dtype
         (drawn(r, *a, k, dtype=dtype).double().reshape(-1, k), drawn(r, k, n, dtype=dtype)) for r in range(world_size)
     ]
     return sum(x @ b.double() for x, b in flat)  # type: ignore[return-value]
-
-
-def mine_of(total: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    return total.chunk(world_size)[rank]

@@ -30,11 +30,9 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nursery import Request, nursery
-
-__all__ = ["RankError", "run_ranks"]
 
 # Ranks that wait for one that died should learn of it from us, not sit in their own time-out; a short grace lets the
 # others finish, so that an error on every rank is reported from every rank.
@@ -85,16 +83,6 @@ def run_ranks(
         return _collect(Path(folder), processes, function_path, timed_out=timed_out, timeout=timeout)
 
 
-class _Process(Protocol):
-    """A rank's process."""
-
-    pid: int
-    returncode: Any
-
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
-
-
 @functools.cache
 def _has_gpu() -> bool:
     return Path("/dev/nvidia0").exists()
@@ -110,7 +98,7 @@ def _environment(rank: int, world_size: int, env: dict[str, str]) -> dict[str, s
     return full
 
 
-def _spawn(folder: Path, rank: int, world_size: int, env: dict[str, str]) -> _Process:
+def _spawn(folder: Path, rank: int, world_size: int, env: dict[str, str]) -> Any:
     full = _environment(rank, world_size, env)
     with (folder / f"stderr{rank}").open("wb") as log:
         return subprocess.Popen(
@@ -118,13 +106,13 @@ def _spawn(folder: Path, rank: int, world_size: int, env: dict[str, str]) -> _Pr
         )
 
 
-def _fork(folder: Path, rank: int, world_size: int, env: dict[str, str]) -> _Process:
+def _fork(folder: Path, rank: int, world_size: int, env: dict[str, str]) -> Any:
     paths = (str(Path(__file__).parent), *(path for path in sys.path if path))
     full = _environment(rank, world_size, env)
     return nursery().fork(Request(str(folder), str(folder / f"stderr{rank}"), full, paths))
 
 
-def _wait(processes: Sequence[_Process], timeout: float) -> bool:
+def _wait(processes: Sequence[Any], timeout: float) -> bool:
     """Until all have ended, one has failed and the grace is over, or the time is up; True in the last case."""
     deadline = time.monotonic() + timeout
     shortened = False
@@ -137,14 +125,14 @@ def _wait(processes: Sequence[_Process], timeout: float) -> bool:
     return False
 
 
-def _kill(processes: Sequence[_Process]) -> None:
+def _kill(processes: Sequence[Any]) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _collect(folder: Path, processes: Sequence[_Process], name: str, *, timed_out: bool, timeout: float) -> list[Any]:
+def _collect(folder: Path, processes: Sequence[Any], name: str, *, timed_out: bool, timeout: float) -> list[Any]:
     results, failures = [], []
     for rank, process in enumerate(processes):
         outcome = folder / f"result{rank}"

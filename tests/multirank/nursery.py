@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["Forked", "Request", "nursery"]
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

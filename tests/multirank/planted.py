@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from planted_cases import BAD, OP, TOO_LARGE, TOO_LARGE_TO_CHECK
+from planted_cases import OP, TOO_LARGE, TOO_LARGE_TO_CHECK
 
 from tunedcomm.errors import PeerTimeoutError
-from tunedcomm.space import Choice, Config, Space, Value
+from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Numerics, OpSpec, Problem, Variant, register_op, register_variant
 
 Tensors = tuple[torch.Tensor, ...]
 Launch = Callable[[Tensors, Tensors, int], None]
+Bind = Callable[[Problem, Config, Any], Launch]
 
 
 def make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> Tensors:
@@ -72,7 +73,7 @@ def add_up(inputs: Tensors, outputs: Tensors) -> None:
 
 def plant(
     name: str,
-    bind: Callable[[Problem, Config, Any], Launch],
+    bind: Bind,
     *,
     op: str = OP,
     space: Space | None = None,
@@ -80,9 +81,6 @@ def plant(
     infeasible: Callable[[Problem, Config, Limits], str | None] = lambda problem, config, limits: None,
 ) -> None:
     points = space or Space()
-
-    def default(problem: Problem, limits: Limits) -> dict[str, Value]:
-        return next(points.enumerate())
 
     register_variant(
         Variant(
@@ -92,7 +90,7 @@ def plant(
             summary=name,
             space=points,
             infeasible=infeasible,
-            default=default,
+            default=lambda problem, limits: next(points.enumerate()),
             bind=bind,
             num_blocks=lambda problem, config: 1,
         )
@@ -109,13 +107,46 @@ def good(problem: Problem, config: Config, workspace: Any) -> Launch:
     return launch
 
 
-def wrong_by_one_element(problem: Problem, config: Config, workspace: Any) -> Launch:
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        add_up(inputs, outputs)
-        if dist.get_rank() == 1:
-            outputs[0][-1] += 1.0
+def after(spoil: Callable[[Problem, torch.Tensor], object]) -> Bind:
+    """Launches that are right but for what `spoil` does to the output."""
 
-    return launch
+    def bind(problem: Problem, config: Config, workspace: Any) -> Launch:
+        def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+            add_up(inputs, outputs)
+            spoil(problem, outputs[0])
+
+        return launch
+
+    return bind
+
+
+def before(act: Callable[[], object], *, binding: bool = False) -> Bind:
+    """Good but for what rank 1 does before each launch, or before it binds."""
+
+    def bind(problem: Problem, config: Config, workspace: Any) -> Launch:
+        if binding and dist.get_rank() == 1:
+            act()
+
+        def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+            if not binding and dist.get_rank() == 1:
+                act()
+            add_up(inputs, outputs)
+
+        return launch
+
+    return bind
+
+
+def planted_error(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def add_one_to_the_last(problem: Problem, output: torch.Tensor) -> None:
+    if dist.get_rank() == 1:
+        output[-1] += 1.0
 
 
 def wrong_second_launch(problem: Problem, config: Config, workspace: Any) -> Launch:
@@ -139,13 +170,9 @@ def nan_on_odd_sizes(problem: Problem, config: Config, workspace: Any) -> Launch
     return launch
 
 
-def other_bits(problem: Problem, config: Config, workspace: Any) -> Launch:
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        add_up(inputs, outputs)
-        # The next float: within any tolerance, but not what every ordered variant gives.
-        outputs[0].copy_(torch.nextafter(outputs[0], torch.full_like(outputs[0], 1e9)))
-
-    return launch
+def to_next_float(problem: Problem, output: torch.Tensor) -> None:
+    """Within any tolerance, but not what every ordered variant gives."""
+    output.copy_(torch.nextafter(output, torch.full_like(output, 1e9)))
 
 
 def leaves_packets(problem: Problem, config: Config, workspace: Any) -> Launch:
@@ -159,48 +186,9 @@ def leaves_packets(problem: Problem, config: Config, workspace: Any) -> Launch:
     return launch
 
 
-def bind_fails_on_one_rank(problem: Problem, config: Config, workspace: Any) -> Launch:
-    if dist.get_rank() == 1:
-        raise RuntimeError("planted compile error")
-    return good(problem, config, workspace)
-
-
-def bind_takes_too_much(problem: Problem, config: Config, workspace: Any) -> Launch:
-    if dist.get_rank() == 1:
-        raise torch.OutOfMemoryError("planted: tried to allocate too much")
-    return good(problem, config, workspace)
-
-
 def bind_takes_for_ever(problem: Problem, config: Config, workspace: Any) -> Launch:
     time.sleep(600)
     return good(problem, config, workspace)
-
-
-def raises_on_one_rank(problem: Problem, config: Config, workspace: Any) -> Launch:
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        if dist.get_rank() == 1:
-            raise ValueError("planted launch error")
-        add_up(inputs, outputs)
-
-    return launch
-
-
-def segfaults(problem: Problem, config: Config, workspace: Any) -> Launch:
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        add_up(inputs, outputs)
-
-    return launch
-
-
-def deadlocks(problem: Problem, config: Config, workspace: Any) -> Launch:
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        if dist.get_rank() == 1:
-            time.sleep(600)
-        add_up(inputs, outputs)
-
-    return launch
 
 
 def peer_times_out(problem: Problem, config: Config, workspace: Any) -> Launch:
@@ -210,17 +198,22 @@ def peer_times_out(problem: Problem, config: Config, workspace: Any) -> Launch:
     return launch
 
 
-def never_feasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    return "planted: not on this machine"
-
-
 plant_op(OP)
 plant("library", good, numerics="library")
 # Far enough apart to be told apart on a busy machine; the fastest one is not for everybody.
 plant("good", good, space=Space({"delay_ms": Choice(40, 20, 100)}))
 plant("unordered", good, space=Space({"delay_ms": Choice(5)}), numerics="unordered")
-plant("bind_takes_too_much", bind_takes_too_much)
-plant("infeasible", good, infeasible=never_feasible)
-
-for _name in BAD:
-    plant(_name, globals()[_name])
+no_memory = torch.OutOfMemoryError("planted: tried to allocate too much")
+plant("bind_takes_too_much", before(planted_error(no_memory), binding=True))
+plant("infeasible", good, infeasible=lambda problem, config, limits: "planted: not on this machine")
+plant("wrong_by_one_element", after(add_one_to_the_last))
+plant("wrong_second_launch", wrong_second_launch)
+plant("nan_on_odd_sizes", nan_on_odd_sizes)
+plant("other_bits", after(to_next_float))
+plant("leaves_packets", leaves_packets)
+plant("bind_fails_on_one_rank", before(planted_error(RuntimeError("planted compile error")), binding=True))
+plant("bind_takes_for_ever", bind_takes_for_ever)
+plant("raises_on_one_rank", before(planted_error(ValueError("planted launch error"))))
+plant("segfaults", before(lambda: os.kill(os.getpid(), signal.SIGSEGV)))
+plant("deadlocks", before(lambda: time.sleep(600)))
+plant("peer_times_out", peer_times_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from tunedcomm.kernels.all_reduce.host import HostOneShot
 from tunedcomm.space import Choice, Config, Space
-from tunedcomm.spec import Problem, Variant, register_variant
+from tunedcomm.spec import Problem, get_variant, register_variant
 
 Tensors = tuple[torch.Tensor, ...]
 Launch = Callable[[Tensors, Tensors, int], None]
@@ -64,17 +65,14 @@ def plant() -> None:
     for name in STATUS:
         wrap: Callable[[Launch, Problem, Any], Launch] = globals()[name]
         register_variant(
-            Variant(
-                op="all_reduce",
+            replace(
+                get_variant("all_reduce", "host_one_shot"),
                 name=name,
-                numerics="ordered",
-                summary=name,
                 space=Space({"only": Choice(1)}),
                 infeasible=lambda problem, config, limits: None,
                 default=lambda problem, limits: {"only": 1},
                 bind=lambda problem, config, workspace, wrap=wrap: wrap(  # type: ignore[misc]
                     HostOneShot().bind(problem, GOOD, workspace), problem, workspace
                 ),
-                num_blocks=lambda problem, config: 0,
             )
         )

@@ -13,8 +13,8 @@ import time
 from typing import Any
 
 import torch
-from planted import Launch, Tensors, add_up, plant, plant_op
-from planted_cases import LATE_BAD, LATE_OP, NEVER, NEXT
+from planted import Bind, Launch, Tensors, add_up, after, plant, plant_op
+from planted_cases import LATE_OP, NEVER, NEXT
 
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
@@ -25,53 +25,27 @@ _launches = itertools.count()
 _damaged: list[bool] = []
 
 
-def library(problem: Problem, config: Config, workspace: Any) -> Launch:
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        if (_damaged and problem.numel == NEXT) or problem.numel == NEVER:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        time.sleep(0.2)
-        add_up(inputs, outputs)
-
-    return launch
+def crash_where_asked(problem: Problem, output: torch.Tensor) -> None:
+    if (_damaged and problem.numel == NEXT) or problem.numel == NEVER:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(0.2)
 
 
-def good(problem: Problem, config: Config, workspace: Any) -> Launch:
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        time.sleep(0.1)
-        add_up(inputs, outputs)
+def keep(num_bytes: int, *, most: int) -> Bind:
+    """Every launch allocates so much and keeps it, up to so many times."""
 
-    return launch
+    def bind(problem: Problem, config: Config, workspace: Any) -> Launch:
+        kept: list[torch.Tensor] = []
 
+        def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+            if len(kept) < most:
+                kept.append(torch.ones(num_bytes, dtype=torch.uint8))
+            time.sleep(0.1 if most < 100 else 0.0)
+            add_up(inputs, outputs)
 
-def damages(problem: Problem, config: Config, workspace: Any) -> Launch:
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        add_up(inputs, outputs)
-        _damaged[:] = [True]
+        return launch
 
-    return launch
-
-
-def settles(problem: Problem, config: Config, workspace: Any) -> Launch:
-    """Keeps what its first launches allocate, as a ring of buffers does."""
-    kept: list[torch.Tensor] = []
-
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        time.sleep(0.1)
-        if len(kept) < 12:
-            kept.append(torch.ones(_LEAK_BYTES // 4, dtype=torch.uint8))
-        add_up(inputs, outputs)
-
-    return launch
-
-
-def leaks(problem: Problem, config: Config, workspace: Any) -> Launch:
-    kept: list[torch.Tensor] = []
-
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        kept.append(torch.ones(_LEAK_BYTES, dtype=torch.uint8))
-        add_up(inputs, outputs)
-
-    return launch
+    return bind
 
 
 def turns_wrong_late(problem: Problem, config: Config, workspace: Any) -> Launch:
@@ -88,14 +62,6 @@ def turns_wrong_late(problem: Problem, config: Config, workspace: Any) -> Launch
     return launch
 
 
-def writes_behind_its_output(problem: Problem, config: Config, workspace: Any) -> Launch:
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        add_up(inputs, outputs)
-        ctypes.memset(outputs[0].data_ptr() + outputs[0].nbytes + 16, 7, 16)
-
-    return launch
-
-
 def writes_before_its_input(problem: Problem, config: Config, workspace: Any) -> Launch:
     def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
         add_up(inputs, outputs)
@@ -105,6 +71,16 @@ def writes_before_its_input(problem: Problem, config: Config, workspace: Any) ->
 
 
 plant_op(LATE_OP)
-plant("library", library, op=LATE_OP, numerics="library")
-for _name in ("good", "settles", "damages", *LATE_BAD):
-    plant(_name, globals()[_name], op=LATE_OP)
+for _name, _bind in {
+    "library": after(crash_where_asked),
+    "good": after(lambda problem, output: time.sleep(0.1)),
+    "settles": keep(_LEAK_BYTES // 4, most=12),  # as a ring of buffers does
+    "damages": after(lambda problem, output: _damaged.append(True)),
+    "turns_wrong_late": turns_wrong_late,
+    "writes_behind_its_output": after(
+        lambda problem, output: ctypes.memset(output.data_ptr() + output.nbytes + 16, 7, 16)
+    ),
+    "writes_before_its_input": writes_before_its_input,
+    "leaks": keep(_LEAK_BYTES, most=10**9),
+}.items():
+    plant(_name, _bind, op=LATE_OP, numerics="library" if _name == "library" else "ordered")

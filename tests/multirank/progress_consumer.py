@@ -7,8 +7,6 @@ import triton.language as tl
 
 from tunedcomm.kernels.all_gather.progress import wait_chunk
 
-__all__ = ["sum_kernel"]
-
 
 @triton.jit
 def sum_kernel(out, sums, numel, chunk, num_chunks, flags, timeout_ns, status, BLOCK: tl.constexpr):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Launched, Ranks, inputs_of, logged, replaced, same_bits, settings, spy_on_launches
-from dispatch_table import trial
+from test_dispatch import trial
 
 import tunedcomm
 from tunedcomm import kernels

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cases import logged, report, run_each
-from harness import run_ranks
+from cases import HOST, Ranks, logged
 from planted_in_job import STATUS, plant
 
 import tunedcomm
-from tunedcomm import kernels
+from tunedcomm import kernels, spec
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Problem
 
@@ -38,13 +37,18 @@ def source_of(numel: int, *, in_place: bool = False) -> str:
     return tunedcomm.explain(tunedcomm.get_communicator(), problem_of(numel, in_place=in_place)).source
 
 
-def start_again() -> None:
+def start_again(database: str = "tuned") -> None:
+    """A database of its own for every rank, of which only rank 0's is read and written."""
+    os.environ["TUNEDCOMM_DB"] = f"{os.environ['TEST_FOLDER']}/{database}{dist.get_rank()}.db"
     tunedcomm.release_communicators()
     call(64)
     dist.barrier()
 
 
-def a_block_tunes_what_is_called(rank: int) -> None:
+RANKS = Ranks(env=HOST, setup=lambda rank: start_again(), timeout=500, forget=False)
+
+
+def test_a_block_tunes_what_is_called(rank: int) -> None:
     with tunedcomm.autotune(budget_s=20.0) as tuned:
         call(*SIZES)
         assert not tuned.results
@@ -58,7 +62,7 @@ def a_block_tunes_what_is_called(rank: int) -> None:
     assert {str(one.after) for one in tuned.results} <= set(plans.values())
 
 
-def rank_0_stores_it(rank: int) -> None:
+def test_rank_0_stores_it(rank: int) -> None:
     path = Path(os.environ["TUNEDCOMM_DB"])
     if rank:
         assert not path.exists(), "only rank 0 writes"
@@ -71,7 +75,7 @@ def rank_0_stores_it(rank: int) -> None:
         assert {trial.problem for trial in database.trials() if trial.status == "ok"} == set(map(problem_of, SIZES))
 
 
-def the_next_start_has_nothing_to_do(rank: int) -> None:
+def test_the_next_start_has_nothing_to_do(rank: int) -> None:
     start_again()
     with tunedcomm.autotune(budget_s=20.0) as tuned:
         call(*SIZES)
@@ -82,13 +86,13 @@ def the_next_start_has_nothing_to_do(rank: int) -> None:
     assert tunedcomm.autotune([problem_of(numel) for numel in SIZES]).num_trials == 0
 
 
-def given_problems_are_tuned_at_once(rank: int) -> None:
+def test_given_problems_are_tuned_at_once(rank: int) -> None:
     tuned = tunedcomm.autotune([problem_of(3000)], budget_s=20.0)
     assert [one.problem for one in tuned.results] == [problem_of(3000)]
     assert source_of(3000) == "exact"
 
 
-def an_error_in_the_block_tunes_nothing(rank: int) -> None:
+def test_an_error_in_the_block_tunes_nothing(rank: int) -> None:
     for failing in ((0, 1), (1,)):  # on all ranks, on one
         try:
             with tunedcomm.autotune(budget_s=20.0) as tuned:
@@ -105,17 +109,7 @@ def an_error_in_the_block_tunes_nothing(rank: int) -> None:
     call(5000)
 
 
-def a_rank_that_stays_away_is_named(rank: int) -> None:
-    tunedcomm.release_communicators()
-    os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "1"
-    call(64)
-    if rank == 0:
-        with pytest.raises(tunedcomm.TuningError, match="rank 1"):
-            tunedcomm.autotune([problem_of(6000)])
-    dist.barrier()
-
-
-def bad_arguments_are_refused(rank: int) -> None:
+def test_bad_arguments_are_refused(rank: int) -> None:
     for budget_s in (0, -1.0, float("nan"), float("inf"), "3", True):
         with pytest.raises(tunedcomm.UnsupportedInputError, match="budget_s"):
             tunedcomm.autotune(budget_s=budget_s)  # type: ignore[arg-type]
@@ -124,54 +118,22 @@ def bad_arguments_are_refused(rank: int) -> None:
         tunedcomm.autotune([other])
 
 
-CASES = {
-    "a block tunes what is called": a_block_tunes_what_is_called,
-    "rank 0 stores it": rank_0_stores_it,
-    "the next start has nothing to do": the_next_start_has_nothing_to_do,
-    "given problems are tuned at once": given_problems_are_tuned_at_once,
-    "an error in the block tunes nothing": an_error_in_the_block_tunes_nothing,
-    "bad arguments are refused": bad_arguments_are_refused,
-    "a rank that stays away is named": a_rank_that_stays_away_is_named,
-}
-
-
-def body(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    os.environ["TUNEDCOMM_DB"] = f"{folder}/rank{rank}.db"  # only rank 0's is read and written
-    os.environ["TUNEDCOMM_MISS_LOG"] = "0"
-    return run_each(CASES, rank)
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, str(tmp_path_factory.mktemp("autotune")), timeout=200)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_autotune(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)
-
-
-def subgroup_body(rank: int, world_size: int, folder: str) -> int:
-    os.environ["TUNEDCOMM_DB"] = f"{folder}/tuned.db"
+@pytest.mark.parametrize("world_size", [pytest.param(3, id="three")])
+def test_a_subgroup_tunes_without_the_others(rank: int, world_size: int) -> None:
     group = dist.new_group([0, 2])
     if rank == 1:
         dist.barrier()
-        return 0
+        return
     with tunedcomm.autotune(group=group, budget_s=20.0) as tuned:
         x = torch.full((700,), rank + 1.0)
         assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((700,), 4.0))
     dist.barrier()
     assert [one.problem.world_size for one in tuned.results] == [2]
-    return tuned.num_trials
+    assert tuned.num_trials > 1
 
 
-def test_a_subgroup_tunes_without_the_others(tmp_path: Path) -> None:
-    trials = run_ranks(3, subgroup_body, str(tmp_path))
-    assert trials[0] == trials[2] > 1
-
-
-def faults_body(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
-    os.environ["TUNEDCOMM_DB"] = f"{folder}/tuned.db"
+def test_bad_variants_are_recorded_and_the_group_goes_on(rank: int) -> None:
+    start_again("faults")
     kernels.discover()
     plant()
     others = tunedcomm.autotune([problem_of(7 * 64)], budget_s=20.0)
@@ -182,23 +144,21 @@ def faults_body(rank: int, world_size: int, folder: str) -> dict[str, list[str]]
     call(7 * 64, 7 * 300, 4096)
     tunedcomm.check_agreement()
     dist.barrier()
-    found: dict[str, list[str]] = {}
     if rank == 0:
-        with Database.open(f"{folder}/tuned.db", readonly=True) as database:
+        found: dict[str, list[str]] = {}
+        with Database.open(os.environ["TUNEDCOMM_DB"], readonly=True) as database:
             for trial in database.trials():
-                found.setdefault(f"{trial.problem.numel} {trial.variant}", []).append(f"{trial.status} {trial.reason}")
-    return found
+                found.setdefault(f"{trial.problem.numel} {trial.variant}", []).append(trial.status)
+        assert not [name for name in found if name.startswith("448 ") and name.removeprefix("448 ") in STATUS]
+        assert {variant: found[f"2100 {variant}"] for variant in STATUS} == {v: [s] for v, s in STATUS.items()}
+        assert "ok" in found["2100 host_one_shot"]
+    for variant in STATUS:
+        del spec._variants["all_reduce", variant]
 
 
-def test_bad_variants_are_recorded_and_the_group_goes_on(tmp_path: Path) -> None:
-    found = run_ranks(WORLD_SIZE, faults_body, str(tmp_path), timeout=200)[0]
-    assert not [name for name in found if name.startswith("448 ") and name.removeprefix("448 ") in STATUS]
-    for variant, status in STATUS.items():
-        assert [text.split()[0] for text in found[f"2100 {variant}"]] == [status], found
-    assert [text for text in found["2100 host_one_shot"] if text.startswith("ok")]
-
-
-def at_the_end_of_a_warmup(rank: int) -> None:
+def test_at_the_end_of_a_warmup(rank: int) -> None:
+    os.environ.update(TUNEDCOMM_AUTOTUNE="20")
+    start_again("variable")
     adapter = tunedcomm.ServingAllReduce(device="cpu")
     with adapter.capture():
         assert adapter.custom_all_reduce(torch.ones(900)) is not None
@@ -209,7 +169,7 @@ def at_the_end_of_a_warmup(rank: int) -> None:
     assert source_of(1700) != "exact", "once for a group"
 
 
-def at_the_end_of_an_interception(rank: int) -> None:
+def test_at_the_end_of_an_interception(rank: int) -> None:
     tunedcomm.release_communicators()
     with tunedcomm.intercept():
         dist.all_reduce(torch.ones(1700))
@@ -225,7 +185,7 @@ def doubt(path: str) -> None:
     connection.close()
 
 
-def a_check_warns_of_what_does_not_hold(rank: int) -> None:
+def test_a_check_warns_of_what_does_not_hold(rank: int) -> None:
     os.environ["TUNEDCOMM_AUTOTUNE"] = "check"
     if rank == 0:
         doubt(os.environ["TUNEDCOMM_DB"])
@@ -235,27 +195,17 @@ def a_check_warns_of_what_does_not_hold(rank: int) -> None:
         dist.all_reduce(torch.ones(1700))
         assert source_of(1700, in_place=True) == "exact"
     assert bool([text for text in messages if "does not hold" in text]) == (rank == 0), messages
-    with Database.open(os.environ["TUNEDCOMM_DB"], readonly=True) as database:
-        assert len(database.runs()) == 2, "a check stores nothing"
+    if rank == 0:
+        with Database.open(os.environ["TUNEDCOMM_DB"], readonly=True) as database:
+            assert len(database.runs()) == 2, "a check stores nothing"
 
 
-VARIABLE = {
-    "at the end of a warm-up": at_the_end_of_a_warmup,
-    "at the end of an interception": at_the_end_of_an_interception,
-    "a check warns of what does not hold": a_check_warns_of_what_does_not_hold,
-}
-
-
-def variable_body(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    os.environ.update(TUNEDCOMM_DB=f"{folder}/tuned.db", TUNEDCOMM_AUTOTUNE="20")
-    return run_each(VARIABLE, rank)
-
-
-@pytest.fixture(scope="module")
-def by_variable(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, variable_body, str(tmp_path_factory.mktemp("variable")), timeout=200)
-
-
-@pytest.mark.parametrize("name", VARIABLE)
-def test_the_variable(by_variable: list[dict[str, str]], name: str) -> None:
-    report(by_variable, name)
+def test_a_rank_that_stays_away_is_named(rank: int) -> None:
+    tunedcomm.release_communicators()
+    del os.environ["TUNEDCOMM_AUTOTUNE"]
+    os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "1"
+    call(64)
+    if rank == 0:
+        with pytest.raises(tunedcomm.TuningError, match="rank 1"):
+            tunedcomm.autotune([problem_of(6000)])
+    dist.barrier()

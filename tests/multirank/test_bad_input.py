@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sqlite3
 import tempfile
@@ -125,29 +126,76 @@ def test_non_dense_strides(rank: int) -> None:
 
 
 def test_zero_elements(rank: int) -> None:
+    empty, none, row = torch.empty, [0, 0], torch.ones(128)
     for shape in ((0,), (3, 0, 2)):
-        x = torch.empty(shape, dtype=torch.bfloat16)
+        x = empty(shape, dtype=torch.bfloat16)
         out = tunedcomm.all_reduce(x)
         assert out.shape == shape
         assert out is not x
         assert tunedcomm.all_reduce_(x) is x
         with refused("does not take"):
-            tunedcomm.all_reduce(torch.empty(shape, dtype=torch.bool))
+            tunedcomm.all_reduce(empty(shape, dtype=torch.bool))
+    given = empty(3, 0, 4)
+    assert tunedcomm.all_gather(empty(3, 0, 2), dim=2, out=given) is given
+    quantised = tunedcomm.all_reduce_rms_norm(empty(0, 128), row, quantize="group128", with_norm=True)
+    results = {
+        (0, 6): tunedcomm.all_gather(empty(0, 3), dim=1),
+        (6, 0): tunedcomm.all_gather(empty(3, 0)),
+        (2, 0): tunedcomm.reduce_scatter(empty(4, 0)),
+        (4, 0, 2): tunedcomm.all_to_all(empty(4, 0, 2)),
+        (0, 3): tunedcomm.all_to_all_v(empty(0, 3), none, none),
+        (0, 4): tunedcomm.all_to_all_v(empty(0, 4), none, none, max_count=0),
+        (3, 0): tunedcomm.all_to_all_v(empty(3, 0), *[[1, 2] if rank == 0 else [2, 1]] * 2),
+        (0, 128): tunedcomm.all_reduce_bias(empty(0, 128), row),
+        (0, 1): quantised[2],
+    }
+    assert all(found.shape == shape for shape, found in results.items())
+    assert [found.shape for found in tunedcomm.all_reduce_rms_norm(empty(0, 128), row)] == [(0, 128)] * 2
     assert tunedcomm.symmetric_empty((4, 0)).shape == (4, 0)
 
 
-def test_single_rank(rank: int) -> None:
+def test_a_group_of_one(rank: int) -> None:
+    """It asks nobody, and gives no result that is its input."""
     alone = [dist.new_group([member]) for member in range(2)][rank]
-    x = torch.arange(6.0).view(2, 3).t() + rank
+    x, w, b, c = torch.randn(256, 4).t() + rank, torch.randn(256), torch.randn(256, 16), torch.randn(16)
+    near = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
     for op in ("sum", "avg", "max", "min"):
-        out = tunedcomm.all_reduce(x, op=op, group=alone)
-        assert out.data_ptr() != x.data_ptr()
-        assert out.is_contiguous()
-        assert torch.equal(out, x)
-    assert tunedcomm.all_reduce_(x, group=alone) is x
-    given = torch.zeros(3, 4)[:, ::2]
+        assert torch.equal(tunedcomm.all_reduce(x, op=op, group=alone), x)
+    for got, wanted in (
+        (tunedcomm.all_reduce(x, group=alone), x),
+        (tunedcomm.all_gather(x, dim=1, group=alone), x),
+        (tunedcomm.reduce_scatter(x, group=alone), x),
+        (tunedcomm.all_to_all(x, group=alone), x),
+        (tunedcomm.all_to_all_v(x, [4], [4], group=alone), x),
+        (tunedcomm.all_reduce_bias(x, w, group=alone), x + w),
+        (tunedcomm.gemm_rs(x, b, op="avg", group=alone), x @ b),
+        (tunedcomm.gemm_ar(x, b.t().contiguous().t(), bias=c, group=alone), x @ b + c),
+        (tunedcomm.ag_gemm(x, [b, b[:, ::2]], group=alone)[1], x @ b[:, ::2]),
+    ):
+        near(got, wanted)
+        assert got.is_contiguous()
+        assert got.data_ptr() != x.data_ptr()
+    held, given = x.clone(), torch.zeros(4, 512)[:, ::2]
+    assert tunedcomm.all_reduce_(held, group=alone) is held
     assert tunedcomm.all_reduce(x, group=alone, out=given) is given
     assert torch.equal(given, x)
+    assert tunedcomm.all_reduce_bias(held, w, out=held, group=alone) is held
+    near(held, x + w)
+    eight, other = x.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    scales = {"scale_a": torch.rand(4, 1), "scale_b": torch.rand(1, 16)}
+    got = tunedcomm.gemm_ar(eight, other, group=alone, **scales)
+    wanted = (eight.float() * scales["scale_a"]) @ (other.float() * scales["scale_b"])
+    assert (got.float() - wanted).norm() < 0.02 * wanted.norm()
+    asked = {"residual": x, "bias": w, "group": alone}
+    y, h = tunedcomm.all_reduce_rms_norm(x, w, **asked)
+    near(h, x + x + w)
+    near(y, torch.nn.functional.rms_norm(h, (256,), w, 1e-6))
+    form = {"quantize": "group128", "scales_layout": "column", "with_norm": True, "weight_offset": 1.0}
+    q, again, scale, norm = tunedcomm.all_reduce_rms_norm(x, w - 1.0, **asked, **form)
+    near((again, norm), (h, y))
+    back = (q.float().unflatten(-1, (2, 128)) * scale.unsqueeze(-1)).flatten(-2)
+    assert (back - y).norm() < 0.05 * y.norm()
+    assert scale.stride() == (1, 4)
     with refused("does not take"):
         tunedcomm.all_reduce(x.bool(), group=alone)
     with pytest.raises(tunedcomm.WorkspaceError, match="use an ordinary tensor"):

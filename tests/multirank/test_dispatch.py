@@ -4,37 +4,124 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import logged, same_bits, settings
-from dispatch_table import (
-    DUBIOUS,
-    LARGE,
-    MIDDLE,
-    ON_TABLE,
-    SMALL,
-    TUNED,
-    WORLD_SIZE,
-    check_tuned,
-    config_of,
-    inputs_of,
-    launched,
-    make_table,
-    problem,
-    ran,
-    tuned_config,
-)
+from cases import Launched, Ranks, inputs_of, logged, same_bits, settings, spy_on_launches
 from typer.testing import CliRunner
 
 import tunedcomm
+from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.spec import Problem, get_variant, register_variant
+from tunedcomm.db.misses import read
+from tunedcomm.db.records import Trial
+from tunedcomm.db.store import Database
+from tunedcomm.dispatch.communicator import get_communicator, limits_for
+from tunedcomm.hardware import detect
+from tunedcomm.spec import Candidate, Problem, candidates, get_variant, register_variant, variants
+from tunedcomm.symm.layout import LaneLayout
+
+# A tuning table for two ranks.
+WORLD_SIZE = 2
+LIBRARY_US = 100.0
+# Number of elements to the fastest variant at it; the others of TUNED are measured there too, and slower.
+SMALL, MIDDLE, LARGE, DUBIOUS = 1024, 4096, 16384, 128
+TUNED = {SMALL: {"lamport": 10.0}, MIDDLE: {"one_shot": 30.0, "lamport": 35.0}}
+TUNED[LARGE] = {"two_shot": 20.0, "one_shot": 90.0, "lamport": 40.0}
+
+
+def problem(numel: int, **changes: Any) -> Problem:
+    return replace(Problem("all_reduce", (numel,), "float32", WORLD_SIZE, mode="eager"), **changes)
+
+
+@functools.cache
+def config_of(variant: str, *sizes: int) -> dict[str, Any]:
+    """A config that is not the default and that all the sizes allow."""
+    kernels.discover()
+    limits = limits_for(detect(), WORLD_SIZE, layout=LaneLayout.for_messages(1 << 20))
+    found = [{c for c in candidates(problem(n), limits) if c.variant == variant} for n in sizes]
+    default = get_variant("all_reduce", variant).default(problem(sizes[0]), limits)
+    usable = sorted(set.intersection(*found) - {Candidate.of("all_reduce", variant, default)}, key=str)
+    return usable[0].config_dict
+
+
+def tuned_config(variant: str, numel: int) -> dict[str, Any]:
+    alone = (variant, numel) in (("lamport", SMALL), ("two_shot", LARGE))
+    return config_of(variant, numel) if alone else config_of(variant, MIDDLE, LARGE)
+
+
+def trial(variant: str, numel: int, latency_us: float, **changes: Any) -> Trial:
+    kernels.discover()
+    known = variants("all_reduce").get(variant)
+    values: dict[str, Any] = {
+        "problem": problem(numel),
+        "environment": detect(),
+        "variant": variant,
+        "numerics": "ordered" if known is None else known.numerics,
+        "source_hash": "none" if known is None else kernels.source_hash(known),
+        "config": {},
+        "status": "ok",
+        "latency_p50_us": latency_us,
+        "baseline_p50_us": LIBRARY_US,
+        "final": True,
+        **changes,
+    }
+    return Trial(**values)
+
+
+def write_database(path: Path) -> None:
+    trials = [trial("library", numel, LIBRARY_US) for numel in (*TUNED, DUBIOUS)]
+    for numel, entries in TUNED.items():
+        trials += [trial(v, numel, us, config=tuned_config(v, numel)) for v, us in entries.items()]
+    lamport = config_of("lamport", DUBIOUS)
+    trials += [
+        trial("lamport", DUBIOUS, 1.0, config=lamport, source_hash="0" * 16),
+        trial("one_shot", DUBIOUS, 2.0, config={"num_blocks": 10**6, "num_warps": 4, "items": 1}),
+        trial("one_shot", DUBIOUS, 3.0, config={"num_blocks": 1}),
+        trial("warp_drive", DUBIOUS, 4.0),
+        trial("two_shot", DUBIOUS, 50.0, config=config_of("two_shot", DUBIOUS)),
+    ]
+    with Database.open(path, create=True) as database:
+        database.record(trials)
+
+
+launched: list[Launched] = []
+
+
+def ran(call: Callable[[], torch.Tensor]) -> tuple[str, torch.Tensor]:
+    """Name of the one variant that a call launched, and what it returned."""
+    launched.clear()
+    out = call()
+    assert len(launched) == 1, launched
+    return launched[0].variant, out
+
+
+def check_tuned(rank: int, numel: int, variant: str, source: str, config: dict[str, Any] | None = None) -> None:
+    x, expected = inputs_of(rank, WORLD_SIZE, numel)
+    for _ in range(2):
+        name, out = ran(lambda: tunedcomm.all_reduce(x))
+        assert name == variant
+        assert same_bits(out, expected)
+        if config is not None:
+            assert launched[0].config == config
+    plan = get_communicator().plans[problem(numel), "default", None, False]
+    assert plan.decision.source == source, plan.decision
+    assert plan.decision.candidate == Candidate.of("all_reduce", variant, launched[0].config)
+    assert tunedcomm.explain(get_communicator(), problem(numel)) == plan.decision
+
+
+def make_table(folder: Path) -> dict[str, str]:
+    """Write the table where ranks find their user database."""
+    write_database(folder / "tuned.db")
+    return {"TEST_DB": str(folder / "tuned.db")}
+
 
 REASON = "until the switch is replaced"
 PINNED, TO_LIBRARY = 512, 640  # elements
@@ -64,7 +151,7 @@ def prepare(folder: Path) -> dict[str, str]:
     return variables
 
 
-RANKS = dataclasses.replace(ON_TABLE, prepare=prepare)
+RANKS = Ranks(prepare=prepare, setup=lambda rank: spy_on_launches(launched))
 
 
 def test_the_tuned_variant_runs(rank: int) -> None:
@@ -95,7 +182,7 @@ def test_dubious_rows(rank: int) -> None:
 
 def test_any_strides(rank: int) -> None:
     """How one rank's tensor lies in memory is no matter of the problem: the same variant runs."""
-    x, expected = inputs_of(rank, SMALL)
+    x, expected = inputs_of(rank, WORLD_SIZE, SMALL)
     wide = torch.zeros(32, 64)
     wide[:, ::2] = x.view(32, 32)
     shifted = torch.zeros(SMALL + 1)[1:].copy_(x)
@@ -117,7 +204,7 @@ def test_any_strides(rank: int) -> None:
 
 
 def test_in_place(rank: int) -> None:
-    x, expected = inputs_of(rank, MIDDLE)
+    x, expected = inputs_of(rank, WORLD_SIZE, MIDDLE)
     for held in (x.clone(), torch.zeros(MIDDLE + 1)[1:].copy_(x), x.clone().view(64, 64).t().contiguous().t()):
         for call in (tunedcomm.all_reduce_, lambda t: tunedcomm.all_reduce(t, out=t)):
             held.view(-1).copy_(x) if held.is_contiguous() else held.copy_(x.view(64, 64))
@@ -134,7 +221,7 @@ def test_in_place(rank: int) -> None:
 
 
 def test_given_out(rank: int) -> None:
-    x, expected = inputs_of(rank, SMALL)
+    x, expected = inputs_of(rank, WORLD_SIZE, SMALL)
     kept = x.clone()
     whole = torch.full((SMALL + 8,), 7.0)
     outs = [torch.empty(SMALL), whole[1:-7], torch.empty(SMALL, 3)[:, 1], torch.empty(SMALL, requires_grad=True)]
@@ -154,11 +241,11 @@ def test_given_out(rank: int) -> None:
 
 
 def test_reductions(rank: int) -> None:
-    x, expected = inputs_of(rank, SMALL, reduction="avg")
+    x, expected = inputs_of(rank, WORLD_SIZE, SMALL, reduction="avg")
     name, out = ran(lambda: tunedcomm.all_reduce(x, op="avg"))
     assert name == "lamport"
     assert same_bits(out, expected)
-    everyone = [inputs_of(r, SMALL)[0] for r in range(WORLD_SIZE)]
+    everyone = [inputs_of(r, WORLD_SIZE, SMALL)[0] for r in range(WORLD_SIZE)]
     for op, wanted in (("max", torch.maximum(*everyone)), ("min", torch.minimum(*everyone))):
         name, out = ran(lambda op=op: tunedcomm.all_reduce(x, op=op))
         assert name == "library"
@@ -166,23 +253,21 @@ def test_reductions(rank: int) -> None:
 
 
 def test_other_dtypes(rank: int) -> None:
-    for dtype in (torch.float64, torch.int32, torch.int64, torch.uint8, torch.bfloat16, torch.float16):
-        x = torch.arange(SMALL).remainder(50).to(dtype) * (rank + 1)
-        name, out = ran(lambda x=x: tunedcomm.all_reduce(x))
-        assert name == "library", "only float32 is tuned here"
-        assert out.dtype == dtype
-        assert torch.equal(out, (torch.arange(SMALL).remainder(50) * 3).to(dtype))
     exact = torch.full((3,), 2.0**-40 * (rank + 1), dtype=torch.float64) + 1
     assert torch.equal(tunedcomm.all_reduce(exact), torch.full((3,), 2 + 3 * 2.0**-40, dtype=torch.float64))
+    for dtype in (torch.float64, torch.int32, torch.bfloat16):
+        name, out = ran(lambda dtype=dtype: tunedcomm.all_reduce(torch.ones(SMALL, dtype=dtype)))
+        assert name == "library", "only float32 is tuned here"
+        assert torch.equal(out, torch.full((SMALL,), 2, dtype=dtype))
 
 
 def test_numerics_policies(rank: int) -> None:
-    x, expected = inputs_of(rank, SMALL)
+    x, expected = inputs_of(rank, WORLD_SIZE, SMALL)
     for policy in ("ordered", "any"):
         name, out = ran(lambda policy=policy: tunedcomm.all_reduce(x, numerics=policy))
         assert name == "lamport"
         assert same_bits(out, expected)
-    far, wanted = inputs_of(rank, LARGE * 3)
+    far, wanted = inputs_of(rank, WORLD_SIZE, LARGE * 3)
     name, _ = ran(lambda: tunedcomm.all_reduce(far))
     assert name == "library"
     name, out = ran(lambda: tunedcomm.all_reduce(far, numerics="ordered"))
@@ -202,7 +287,7 @@ def test_same_bits_on_every_rank(rank: int) -> None:
     for name in ("default", "library", "lamport", "one_shot", "two_shot", "two_shot_lamport"):
         for dtype in (torch.float32, torch.bfloat16):
             for op in ("sum", "avg"):
-                x = inputs_of(rank, 1001, seed=3)[0].to(dtype)
+                x = inputs_of(rank, WORLD_SIZE, 1001)[0].to(dtype)
                 with tunedcomm.force("all_reduce", name) if name != "default" else contextlib.nullcontext():
                     out = tunedcomm.all_reduce(x, op=op)
                 everyone = [torch.empty_like(out.view(torch.uint8)) for _ in range(WORLD_SIZE)]
@@ -214,7 +299,7 @@ def test_same_bits_on_every_rank(rank: int) -> None:
 
 
 def test_forced_variant_runs(rank: int) -> None:
-    x, expected = inputs_of(rank, SMALL)
+    x, expected = inputs_of(rank, WORLD_SIZE, SMALL)
     chosen = {"num_blocks": 2, "num_warps": 2, "items": 2}
 
     def name_of() -> str:
@@ -251,23 +336,19 @@ def test_forced_in_vain(rank: int) -> None:
     for arguments, error, text in wrong:
         with pytest.raises(error, match=text), tunedcomm.force(*arguments):
             raise AssertionError("the block must not be entered")
+    few = {"num_blocks": 4, "num_warps": 16, "items": 2}
     # Known, but not for this problem, on this machine, or in this space's point.
-    with tunedcomm.force("all_reduce", "torch_one_shot"):
-        with pytest.raises(tunedcomm.InfeasibleError, match=r"torch_one_shot.* is forced for .*need GPUs"):
-            tunedcomm.all_reduce(x)
-    with tunedcomm.force("all_reduce", "multimem_one_shot"):
-        with pytest.raises(tunedcomm.InfeasibleError, match=r"multimem_one_shot.* is forced for .*multicast"):
-            tunedcomm.all_reduce(x)
-    with tunedcomm.force("all_reduce", "lamport"):
-        with pytest.raises(tunedcomm.InfeasibleError, match="max goes to the library"):
-            tunedcomm.all_reduce(x, op="max")
-        with pytest.raises(tunedcomm.InfeasibleError, match="float64 goes to the library"):
-            tunedcomm.all_reduce(x.double())
-        with pytest.raises(tunedcomm.InfeasibleError, match="exceed a stage"):
-            tunedcomm.all_reduce(torch.ones(1 << 20))
-    with tunedcomm.force("all_reduce", "one_shot", {"num_blocks": 4, "num_warps": 16, "items": 2}):
-        with pytest.raises(tunedcomm.InfeasibleError, match="without work"):
-            tunedcomm.all_reduce(x)
+    for variant, config, tensor, op, text in (
+        ("torch_one_shot", None, x, "sum", "torch_one_shot.* is forced for .*need GPUs"),
+        ("multimem_one_shot", None, x, "sum", "multimem_one_shot.* is forced for .*multicast"),
+        ("lamport", None, x, "max", "max goes to the library"),
+        ("lamport", None, x.double(), "sum", "float64 goes to the library"),
+        ("lamport", None, torch.ones(1 << 20), "sum", "exceed a stage"),
+        ("one_shot", few, x, "sum", "without work"),
+    ):
+        with tunedcomm.force("all_reduce", variant, config):
+            with pytest.raises(tunedcomm.InfeasibleError, match=text):
+                tunedcomm.all_reduce(tensor, op=op)
     check_tuned(rank, SMALL, "lamport", "exact")
 
 
@@ -282,7 +363,7 @@ def test_a_plan_that_cannot_be_bound(rank: int) -> None:
     communicator = get_communicator()
     communicator.forget_plans()
     try:
-        x, _ = inputs_of(rank, SMALL)
+        x, _ = inputs_of(rank, WORLD_SIZE, SMALL)
         with logged() as warnings:
             name, _ = ran(lambda: tunedcomm.all_reduce(x))
         assert name == "library"
@@ -302,7 +383,7 @@ def test_a_plan_that_cannot_be_bound(rank: int) -> None:
 
 
 def test_few_sms(rank: int) -> None:
-    x, expected = inputs_of(rank, MIDDLE)
+    x, expected = inputs_of(rank, WORLD_SIZE, MIDDLE)
     blocks = {name: int(tuned_config(name, MIDDLE)["num_blocks"]) for name in TUNED[MIDDLE]}
     most = max(blocks.values())
     for _ in range(2):  # the second time from the cache, in turn with calls of other limits
@@ -315,7 +396,7 @@ def test_few_sms(rank: int) -> None:
 
 
 def test_mode_off(rank: int) -> None:
-    x, _ = inputs_of(rank, SMALL)
+    x, _ = inputs_of(rank, WORLD_SIZE, SMALL)
     with settings({"TUNEDCOMM_MODE": "off"}):
         assert ran(lambda: tunedcomm.all_reduce(x))[0] == "library"
         with tunedcomm.force("all_reduce", "one_shot"):
@@ -324,7 +405,7 @@ def test_mode_off(rank: int) -> None:
 
 
 def test_mode_force(rank: int) -> None:
-    x, _ = inputs_of(rank, SMALL)
+    x, _ = inputs_of(rank, WORLD_SIZE, SMALL)
     with settings({"TUNEDCOMM_MODE": "force"}):
         assert ran(lambda: tunedcomm.all_reduce(x))[0] == "lamport"
         with pytest.raises(
@@ -341,7 +422,7 @@ def test_mode_force(rank: int) -> None:
 
 
 def test_forced_by_setting(rank: int) -> None:
-    x, expected = inputs_of(rank, SMALL)
+    x, expected = inputs_of(rank, WORLD_SIZE, SMALL)
     with settings({"TUNEDCOMM_FORCE_ALL_REDUCE": "two_shot_lamport"}):
         name, out = ran(lambda: tunedcomm.all_reduce(x))
         assert name == "two_shot_lamport"
@@ -359,7 +440,7 @@ def test_forced_by_setting(rank: int) -> None:
 
 
 def test_pinned_variant_runs(rank: int) -> None:
-    x, expected = inputs_of(rank, PINNED)
+    x, expected = inputs_of(rank, WORLD_SIZE, PINNED)
     for _ in range(3):
         name, out = ran(lambda: tunedcomm.all_reduce(x))
         assert name == "two_shot"
@@ -371,20 +452,20 @@ def test_pinned_variant_runs(rank: int) -> None:
 
 
 def test_library_can_be_pinned(rank: int) -> None:
-    x, _ = inputs_of(rank, TO_LIBRARY)
+    x, _ = inputs_of(rank, WORLD_SIZE, TO_LIBRARY)
     assert ran(lambda: tunedcomm.all_reduce(x))[0] == "library"
     assert tunedcomm.explain(get_communicator(), problem(TO_LIBRARY)).source == "pin"
 
 
 def test_other_problems_are_left_alone(rank: int) -> None:
-    x, _ = inputs_of(rank, PINNED)
+    x, _ = inputs_of(rank, WORLD_SIZE, PINNED)
     in_place = problem(PINNED, in_place=True)
     assert tunedcomm.explain(get_communicator(), in_place).source == "interpolated"
     assert ran(lambda: tunedcomm.all_reduce_(x))[0] == "lamport"
 
 
 def test_measurements_decide_again_once_it_is_unpinned(rank: int) -> None:
-    x, expected = inputs_of(rank, PINNED)
+    x, expected = inputs_of(rank, WORLD_SIZE, PINNED)
     if rank == 0:
         code, text = command("db unpin", PINNED, database=os.environ["TEST_DB"])
         assert code == 0, text
@@ -400,3 +481,38 @@ def test_missing_pin_is_exit_code_1(tmp_path: Path) -> None:
     code, text = command("db unpin", PINNED, database=make_table(tmp_path)["TEST_DB"])
     assert code == 1
     assert "no pin" in text
+
+
+def counts_its_calls(numel: int, group: Any = None) -> bool:
+    plan = get_communicator(group).plans[problem(numel), "default", None, False]
+    return "count_and_launch" in getattr(plan.launch, "by_address", plan.launch).__qualname__
+
+
+def test_what_was_not_tuned_is_counted_on_rank_0(rank: int) -> None:
+    """Of every group, a line a problem and communicator; what was tuned knows nothing of it."""
+    log, between = Path(os.environ["TEST_FOLDER"], "misses.jsonl"), 8192
+    with settings({"TUNEDCOMM_MISS_LOG": str(log)}):
+        for numel in (SMALL, MIDDLE, LARGE):
+            tunedcomm.all_reduce(inputs_of(rank, WORLD_SIZE, numel)[0])
+            assert not counts_its_calls(numel)
+        x, expected = inputs_of(rank, WORLD_SIZE, between)
+        for group in (None, dist.new_group([0, 1])):
+            for _ in range(4):
+                assert same_bits(ran(lambda group=group: tunedcomm.all_reduce(x, group=group))[1], expected)
+            assert counts_its_calls(between, group) == (rank == 0)
+        strided = torch.ones(2 * SMALL, dtype=torch.bfloat16)[::2]  # through the slow path, each time
+        for _ in range(5):
+            assert torch.equal(tunedcomm.all_reduce(strided), torch.full((SMALL,), 2.0, dtype=torch.bfloat16))
+        tunedcomm.all_reduce(torch.ones(SMALL, dtype=torch.int64))  # no kernel could run
+        tunedcomm.all_reduce(torch.ones(SMALL), op="max")
+        with tunedcomm.force("all_reduce", "one_shot"):
+            tunedcomm.all_reduce(torch.ones(3 * SMALL))
+    dist.barrier()
+    misses, skipped = read(log)
+    untuned = problem(SMALL, dtype="bfloat16")
+    assert [(m.problem, m.count, m.source) for m in misses] == [
+        (problem(between), 8, "interpolated"),
+        (untuned, 5, "library"),
+    ]
+    assert skipped == 0
+    assert {m.hard_key for m in misses} == {detect().hard_key}

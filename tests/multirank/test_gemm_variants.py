@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Ranks
+from cases import Ranks, bits_of
 from quick import some
-from variant_checks import bits_of, check_variant, inputs_of_all, limits_of
+from variant_checks import check_variant, inputs_of_all, limits_of
 
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import get_communicator

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-import re
-import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import HOST, Ranks, gives_up_in_time, replaced, settings
+from cases import HOST, Ranks, bits_of, replaced, settings
 from harness import run_ranks
 from quick import FULL, QUICK, some
-from variant_checks import bits_of, inputs_of_all, launch_variant
+from variant_checks import check_variant, inputs_of_all, launch_variant
 
 import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.kernels.common.host import REDUCED
-from tunedcomm.spec import Problem, get_op, get_variant
+from tunedcomm.kernels.common.reference import reduced
+from tunedcomm.kernels.gemm.op import wanted_of
+from tunedcomm.ops.gemm import OUT_DTYPES
+from tunedcomm.spec import DTYPES, Problem, get_op, get_variant
 from tunedcomm.symm import buffer, ring
 
 kernels.discover()
@@ -37,47 +39,58 @@ SIZES = (1, 7, 1000, 4099, 16384, 40001)
 FLOATS = ("bfloat16", "float16", "float32")
 
 
-def expected_of(problem: Problem, everyone: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Ordered sums of fp32 and halves as the op has them; of fp64 and integers in their own dtype."""
-    if problem.dtype in FLOATS:
-        (exact,) = get_op("all_reduce").ordered_reference(problem, everyone, 0)  # type: ignore[misc]
-        return exact
-    total = everyone[0][0].clone()
-    for (part,) in everyone[1:]:
-        if problem.reduction in ("max", "min"):
-            total = (torch.maximum if problem.reduction == "max" else torch.minimum)(total, part)
-        else:
-            total += part
-    total = total / len(everyone) if problem.reduction == "avg" else total
-    return total + 0.0 if problem.dtype == "float64" else total
+def expected_of(problem: Problem, parts: list[torch.Tensor]) -> torch.Tensor:
+    """In fp32 of fp32 and halves, in their own dtype of fp64 and integers."""
+    total = reduced(parts, problem.reduction, torch.float32 if problem.dtype in FLOATS else parts[0].dtype)
+    total = total.to(parts[0].dtype)
+    return total + 0.0 if total.is_floating_point() else total
+
+
+ABOVE_THE_RING = 1_500_001  # elements: more than all slots of a rank hold at once
+MOVES = ("all_gather", "all_to_all", "all_to_all_v")
+KINDS = ("random", "integers")
+
+
+def configs() -> Iterator[dict[str, int]]:
+    """Configs in turns."""
+    while True:
+        for spins in (1, 64, 1024):
+            for chunk_kib in (16, 1024, 64):
+                yield {"chunk_kib": chunk_kib, "spins": spins}
+
+
+def feasible(problem: Problem, config: dict[str, int]) -> dict[str, int]:
+    """The config, or the one of smallest chunks where those are too large for the problem."""
+    limits = get_communicator().limits
+    refused = get_variant(problem.op, "host_one_shot").infeasible(problem, config, limits)
+    return {**config, "chunk_kib": 16} if refused else config
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_bits(rank: int, world_size: int, variant: str) -> None:
-    communicator, count, found = get_communicator(), 0, get_variant("all_reduce", variant)
-    asked = [(numel, dtype, how) for numel in SIZES for dtype in REDUCED for how in ("sum", "avg", "max", "min")]
-    for numel, dtype, reduction in some(asked):
-        if reduction == "avg" and dtype.replace("u", "").startswith("int"):
+@pytest.mark.parametrize(
+    ("op", "variant"), [("all_reduce", name) for name in VARIANTS] + [("reduce_scatter", "host_one_shot")]
+)
+def test_bits_of_sums(rank: int, world_size: int, op: str, variant: str) -> None:
+    communicator, turns, found, count = get_communicator(), configs(), get_variant(op, variant), 0
+    asked = itertools.product(SIZES, REDUCED, ("sum", "avg", "max", "min"))
+    for numel, dtype, reduction in (*some(asked, 5), (ABOVE_THE_RING, "float32", "sum")):
+        in_place = op == "all_reduce" and count % 2 == 0
+        problem = Problem(op, (numel,), dtype, world_size, reduction=reduction, in_place=in_place, mode="eager")
+        options = (next(turns), {"chunk_kib": 16, "spins": 1})
+        config = next((c for c in options if found.infeasible(problem, c, communicator.limits) is None), None)
+        if config is None or (reduction == "avg" and dtype.replace("u", "").startswith("int")):
             continue
-        seed, in_place = SIZES.index(numel), count % 2 == 0
-        problem = Problem(
-            "all_reduce", (numel,), dtype, world_size, reduction=reduction, in_place=in_place, mode="eager"
-        )
-        configs = ({"chunk_kib": 16 << seed % 3, "spins": (1, 64, 1024)[count % 3]}, {"chunk_kib": 16, "spins": 1})
-        config = next((c for c in configs if found.infeasible(problem, c, communicator.limits) is None), None)
-        if config is None:
-            continue
-        everyone = inputs_of_all(problem, seed, "integers" if count % 3 == 0 else "random")
+        everyone = inputs_of_all(problem, count, KINDS[count % 2])
         for (values,) in everyone:
             if values.is_floating_point():
-                values[0], values[numel // 2] = -0.0, -1e-8  # rounds to −0.0 in a mean of halves
+                values[0], values[-1] = -0.0, -1e-8  # rounds to −0.0 in a mean of halves
         mine = everyone[rank][0].clone()
         (out,) = launch_variant(communicator, problem, variant, (mine,), config)
-        assert torch.equal(bits_of(out), bits_of(expected_of(problem, everyone))), (problem, config)
+        parts = [x if op == "all_reduce" else x.chunk(world_size)[rank] for (x,) in everyone]
+        assert torch.equal(bits_of(out), bits_of(expected_of(problem, parts))), (problem, config)
         assert in_place or torch.equal(bits_of(mine), bits_of(everyone[rank][0])), "the input is as it was"
         count += 1
-    assert count >= (20 if QUICK else 60)
+    assert count >= (10 if QUICK else 60)
 
 
 def test_an_untuned_host_runs_them(rank: int, world_size: int) -> None:
@@ -175,29 +188,6 @@ def test_two_groups_on_two_threads(rank: int, world_size: int) -> None:
     assert wrong == [0, 0]
 
 
-def killed_body(rank: int, world_size: int, variant: str) -> tuple[str, list[str]]:
-    x = torch.ones(20000)
-    with tunedcomm.force("all_reduce", variant):
-        assert torch.equal(tunedcomm.all_reduce(x), torch.full((20000,), 3.0))
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError) as caught:
-            tunedcomm.all_reduce(x)
-    for tensor in (x, torch.ones(4, dtype=torch.int32)):  # whatever would serve them
-        with gives_up_in_time(0.0), pytest.raises(tunedcomm.PeerTimeoutError):
-            tunedcomm.all_reduce(tensor)
-    return str(caught.value), [path.name for path in Path("/dev/shm").glob(f"tunedcomm-{os.getpid()}-*")]
-
-
-@pytest.mark.parametrize("variant", some(VARIANTS))
-def test_a_peer_that_is_killed(variant: str) -> None:
-    settings = {**HOST, "TUNEDCOMM_PEER_TIMEOUT_S": "3"}
-    outcomes = run_ranks(3, killed_body, variant, env=settings, killed=[1])
-    for said, left in (outcomes[0], outcomes[2]):
-        assert re.search(r"all_reduce \(called eagerly\) missed rank 1 of the group of 3", said)
-        assert left == []
-
-
 def full_body(rank: int, world_size: int, room: int) -> tuple[str, list[str]]:
     def reserve(descriptor: int, offset: int, nbytes: int) -> None:
         if nbytes > room:
@@ -223,3 +213,81 @@ def test_a_full_shared_memory(room: int, chosen: str) -> None:
 def test_with_fences(rank: int) -> None:
     with replaced(ring, "_IS_STRONGLY_ORDERED", False), settings({}):  # as on ARM
         assert [tunedcomm.all_reduce(torch.ones(n)).sum().item() for n in (10, 500000)] == [20.0, 1000000.0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bits_of_moves(rank: int, world_size: int) -> None:
+    communicator, turns = get_communicator(), configs()
+    asked = [(numel, dtype) for numel in SIZES for dtype in DTYPES] + [(ABOVE_THE_RING, "float32")]
+    for op in MOVES:
+        for seed, (numel, dtype) in some(enumerate(asked), 6):
+            problem, kind = Problem(op, (numel,), dtype, world_size, reduction="", mode="eager"), KINDS[seed % 2]
+            config = feasible(problem, next(turns))
+            check_variant(communicator, problem, "host_one_shot", seed=seed, kind=kind, config=config)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bits_of_rows(rank: int, world_size: int) -> None:
+    """all_reduce with a bias or a norm, by either algorithm where the message is large enough for it."""
+    communicator, count = get_communicator(), 0
+    rms_norm = [(layout, scaling) for layout in ("", "residual", "bias", "bias+residual") for scaling in ("", "fp8")]
+    asked = [("all_reduce_bias", "", ""), *(("all_reduce_rms_norm", *rest) for rest in rms_norm)]
+    for (op, layout, scaling), dtype in some(itertools.product(asked, FLOATS), 4):
+        for shape in ((1, 1), (3, 7), (5, 264), (70, 1031), (2, 40000)):
+            problem = Problem(op, shape, dtype, world_size, layout=layout, scaling=scaling, mode="eager")
+            for algorithm in ("one_shot", "two_shot"):
+                config = {"algorithm": algorithm, "chunk_kib": (16, 64)[count % 2], "spins": (1, 64)[count % 2]}
+                if get_variant(op, "host_unfused").infeasible(problem, config, communicator.limits) is None:
+                    check_variant(
+                        communicator, problem, "host_unfused", seed=count, kind=KINDS[count % 2], config=config
+                    )
+                    count += 1
+    assert count >= (25 if QUICK else 100)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_gemms(rank: int, world_size: int) -> None:
+    communicator, count = get_communicator(), 0
+    for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
+        spec, rows = get_op(op), world_size * 11
+        for dtype, layout, reduction in itertools.product(OUT_DTYPES, spec.layouts, spec.reductions):
+            name = str(dtype).removeprefix("torch.")
+            out = wanted_of(Problem(op, (rows, 8, 8), name, world_size, layout=layout)).dtype
+            for scaling in spec.scalings_of(name) if getattr(torch, out) in OUT_DTYPES[dtype] else ():
+                shape, count = (rows, 37, (16, 300)[count % 2]), count + 1
+                problem = Problem(op, shape, name, world_size, reduction, layout=layout, scaling=scaling, mode="eager")
+                check_variant(communicator, problem, "host_unfused", seed=count, kind=KINDS[count % 2])
+    assert count >= 60
+
+
+def values_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, different on every rank."""
+    numel = torch.Size(shape).numel()
+    return ((torch.arange(numel) * (rank + 3) + rank) % 11).to(dtype).view(shape)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_public_calls(rank: int, world_size: int) -> None:
+    """Each call twice, so that fast calls are made and used; strided inputs, outputs that are given, empty ones."""
+    ranks = range(world_size)
+    for rows, columns in ((1, 1), (3, 5), (64, 1031), (0, 4)):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            given = [values_of(r, (world_size * rows, columns), dtype) for r in ranks]
+            strided = given[rank].t().contiguous().t()
+            chunks = [values.chunk(world_size) if rows else [values] * world_size for values in given]
+            received = torch.cat([parts[rank] for parts in chunks])
+            send = [(rank + peer) % 2 * rows for peer in ranks]
+            rows_sent = [torch.cat([c[: (r + p) % 2 * rows] for p, c in enumerate(chunks[r])]) for r in ranks]
+            rows_received = torch.cat([chunks[r][rank][: (r + rank) % 2 * rows] for r in ranks])
+            for x in (given[rank], given[rank], strided):
+                assert torch.equal(tunedcomm.all_gather(x), torch.cat(given))
+                assert torch.equal(tunedcomm.all_gather(x, dim=1), torch.cat(given, 1))
+                assert torch.equal(tunedcomm.all_to_all(x), received)
+                assert torch.equal(tunedcomm.all_to_all(x, out=torch.empty_like(x)), received)
+                got = tunedcomm.all_to_all_v(rows_sent[rank], send, send, max_count=max(rows, 1))
+                assert torch.equal(got, rows_received)
+                if dtype is not torch.bool:
+                    total = sum(parts[rank].double() for parts in chunks)
+                    assert torch.equal(tunedcomm.reduce_scatter(x).double(), total)
+                    largest = torch.stack([parts[rank] for parts in chunks]).amax(0) if rows else received
+                    assert torch.equal(tunedcomm.reduce_scatter(x, op="max"), largest)

@@ -66,6 +66,12 @@ def equal_to_the_library(call: Callable[[], torch.Tensor], *, times: int = 1, **
     assert len(launched) == times
 
 
+def finished(work: Any) -> None:
+    """Wait for a call that was asynchronous."""
+    if work is not None:
+        work.wait()
+
+
 def whole(rank: int, *shape: int) -> torch.Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(rank)).float()
 
@@ -74,9 +80,8 @@ def test_all_reduce(rank: int) -> None:
     def call(**options: Any) -> torch.Tensor:
         x = whole(rank, 3, 40)
         work = dist.all_reduce(x, **options)
-        if work is not None:
-            assert work.wait()
-            assert work.is_completed()
+        finished(work)
+        assert work is None or work.is_completed()
         return x
 
     equal_to_the_library(call)
@@ -97,9 +102,7 @@ def test_all_reduce(rank: int) -> None:
 def test_all_gather(rank: int) -> None:
     def call(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
         out = torch.zeros(shape)
-        work = dist.all_gather_into_tensor(out, whole(rank, 6, 4), **options)
-        if work is not None:
-            work.wait()
+        finished(dist.all_gather_into_tensor(out, whole(rank, 6, 4), **options))
         return out
 
     equal_to_the_library(lambda: call((12, 4)))
@@ -117,9 +120,7 @@ def test_all_gather(rank: int) -> None:
 def test_reduce_scatter(rank: int) -> None:
     def call(**options: Any) -> torch.Tensor:
         out = torch.zeros(6, 4)
-        work = dist.reduce_scatter_tensor(out, whole(rank, 12, 4), **options)
-        if work is not None:
-            work.wait()
+        finished(dist.reduce_scatter_tensor(out, whole(rank, 12, 4), **options))
         return out
 
     equal_to_the_library(call)
@@ -142,9 +143,7 @@ def test_uneven_all_to_all(rank: int) -> None:
 
     def call(**options: Any) -> torch.Tensor:
         out = torch.zeros(sum(receive), 4)
-        work = dist.all_to_all_single(out, whole(rank, sum(send), 4), receive, send, **options)
-        if work is not None:
-            work.wait()
+        finished(dist.all_to_all_single(out, whole(rank, sum(send), 4), receive, send, **options))
         return out
 
     expected = call()
@@ -163,29 +162,20 @@ def test_uneven_all_to_all(rank: int) -> None:
 
 
 def test_functional_collectives(rank: int) -> None:
-    group = dist.group.WORLD
-    equal_to_the_library(lambda: funcol.all_reduce(whole(rank, 5, 8), "sum", group).clone())
-    equal_to_the_library(lambda: funcol.all_gather_tensor(whole(rank, 6, 4), 0, group).clone())
-    equal_to_the_library(lambda: funcol.all_gather_tensor(whole(rank, 6, 4), 1, group).clone())
-    equal_to_the_library(lambda: funcol.reduce_scatter_tensor(whole(rank, 6, 4), "sum", 0, group).clone())
-    equal_to_the_library(lambda: funcol.reduce_scatter_tensor(whole(rank, 6, 4), "sum", 1, group).clone())
-    operators = torch.ops._c10d_functional
+    group, operators = dist.group.WORLD, torch.ops._c10d_functional
     name = group.group_name
-
-    def in_place() -> torch.Tensor:
-        x = whole(rank, 4, 4)
-        return operators.wait_tensor(operators.all_reduce_(x, "sum", name))
-
-    def gather_out() -> torch.Tensor:
-        x, out = whole(rank, 4, 4), torch.zeros(8, 4)
-        return operators.wait_tensor(operators.all_gather_into_tensor_out(x, 2, name, out=out))
-
-    def scatter_out() -> torch.Tensor:
-        x, out = whole(rank, 4, 4), torch.zeros(2, 4)
-        return operators.wait_tensor(operators.reduce_scatter_tensor_out(x, "sum", 2, name, out=out))
-
-    for call in (in_place, gather_out, scatter_out):
-        equal_to_the_library(call)
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: funcol.all_reduce(x, "sum", group).clone(),
+        lambda x: funcol.all_gather_tensor(x, 0, group).clone(),
+        lambda x: funcol.all_gather_tensor(x, 1, group).clone(),
+        lambda x: funcol.reduce_scatter_tensor(x, "sum", 0, group).clone(),
+        lambda x: funcol.reduce_scatter_tensor(x, "sum", 1, group).clone(),
+        lambda x: operators.wait_tensor(operators.all_reduce_(x, "sum", name)),
+        lambda x: operators.wait_tensor(operators.all_gather_into_tensor_out(x, 2, name, out=torch.zeros(12, 4))),
+        lambda x: operators.wait_tensor(operators.reduce_scatter_tensor_out(x, "sum", 2, name, out=torch.zeros(3, 4))),
+    ]
+    for call in calls:
+        equal_to_the_library(lambda call=call: call(whole(rank, 6, 4)))
 
 
 def test_autograd_forms(rank: int) -> None:

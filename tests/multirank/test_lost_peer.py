@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,19 +77,26 @@ def test_other_groups_are_as_they_were_and_a_lost_one_can_be_made_anew(rank: int
         tunedcomm.release_communicators()
 
 
-def killed_body(rank: int, world_size: int, variant: str) -> str:
-    x = torch.ones(600)
+def killed_body(rank: int, world_size: int, variant: str) -> tuple[str, list[str]]:
+    x = torch.ones(20000)
     with tunedcomm.force("all_reduce", variant):
-        assert torch.equal(tunedcomm.all_reduce(x), torch.full((600,), 2.0))
+        assert torch.equal(tunedcomm.all_reduce(x), torch.full((20000,), 3.0))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError) as caught:
             tunedcomm.all_reduce(x)
-    return str(caught.value)
+    for tensor in (x, torch.ones(4, dtype=torch.int32)):  # whatever would serve them
+        with gives_up_in_time(0.0), pytest.raises(tunedcomm.PeerTimeoutError):
+            tunedcomm.all_reduce(tensor)
+    return str(caught.value), [path.name for path in Path("/dev/shm").glob(f"tunedcomm-{os.getpid()}-*")]
 
 
-@pytest.mark.parametrize("variant", sample(("lamport", "one_shot", "two_shot", "two_shot_lamport", "two_shot_split")))
+KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport", "two_shot_split", "host_one_shot", "host_two_shot")
+
+
+@pytest.mark.parametrize("variant", sample(KERNELS))
 def test_a_peer_that_is_killed(variant: str) -> None:
-    said, nothing = run_ranks(2, killed_body, variant, env=ENVIRONMENT, killed=[1])
-    assert nothing is None
-    assert re.search(r"all_reduce \(called eagerly\) missed rank 1 of the group of 2", said)
+    outcomes = run_ranks(3, killed_body, variant, env=ENVIRONMENT, killed=[1])
+    for said, left in (outcomes[0], outcomes[2]):
+        assert re.search(r"all_reduce \(called eagerly\) missed rank 1 of the group of 3", said)
+        assert left == []

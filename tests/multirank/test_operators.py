@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Ranks, replaced
+from cases import Ranks, replaced
 from fusion_samples import inductor
 from gemm_samples import FP8, scale
 from gemm_samples import drawn as drawn_gemm
-from quick import some_of
+from quick import some
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -37,130 +36,86 @@ def settings() -> tuple[int, str]:
     return WORLD_SIZE, dist.group.WORLD.group_name
 
 
-# Operator to (tensors, options, outputs): whether tensors need gradients is the check's to vary.
-CHECKED: dict[str, tuple[list[tuple[int, ...]], tuple[Any, ...], dict[str, tuple[int, ...]]]] = {
-    "all_reduce": ([(4, 6)], ("sum",), {"out": (4, 6)}),
-    "all_gather": ([(4, 6)], (1,), {"out": (4, 12)}),
-    "reduce_scatter": ([(4, 6)], ("avg", 1), {"out": (4, 3)}),
-    "all_to_all": ([(4, 6)], (), {"out": (4, 6)}),
-    "all_reduce_bias": ([(4, 6), (6,)], (), {"out": (4, 6)}),
-    "all_reduce_rms_norm": ([(4, 6), (6,), (6,), (4, 6)], (None, 1e-6, None), {"out": (4, 6), "residual_out": (4, 6)}),
-}
-QUANTISED = ([(4, 128), (128,), (4, 128), (4, 128)], (None, 1e-6, "group128", "column", True, True, 1.0))
-
-
-def quantised(rank: int) -> None:
-    shapes, options = QUANTISED
-    opcheck(
-        OPS.all_reduce_rms_norm_quantized.default, (*(draw(rank, *shape) for shape in shapes), *options, *settings())
-    )
-
-
-def functional(name: str, rank: int) -> None:
-    shapes, options, _ = CHECKED[name]
-    for needed in (False, True):
-        tensors = [draw(rank, *shape).requires_grad_(needed) for shape in shapes]
-        opcheck(getattr(OPS, name).default, (*tensors, *options, *settings()))
-
-
-def into(name: str, rank: int) -> None:
-    shapes, options, outputs = CHECKED[name]
-    tensors = [draw(rank, *shape) for shape in shapes]
-    given = {output: torch.empty(shape) for output, shape in outputs.items()}
-    opcheck(getattr(OPS, name).out, (*tensors, *options, *settings()), given)
-
-
-def in_place(name: str, rank: int) -> None:
-    shapes, options, _ = CHECKED[name]
-    opcheck(getattr(OPS, f"{name}_").default, (*(draw(rank, *shape) for shape in shapes), *options, *settings()))
-
-
 IDS = torch.tensor([[0, 3], [2, -1], [1, 2]])
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce_bias", "all_reduce_rms_norm")
+GEMMS = ("ag_gemm", "ag_gemm_gathered", "ag_gemm_list", "gemm_rs", "gemm_ar")
+RESULTS = {"all_reduce_rms_norm": ("out", "residual_out"), "ag_gemm_gathered": ("out", "gathered")}
 
 
-def dispatching(rank: int) -> None:
-    for needed in (False, True):
-        x = draw(rank, 3, 4).requires_grad_(needed)
-        opcheck(OPS.ep_dispatch.default, (x, IDS, 4, None, "contiguous", "", 8, True, *settings()))
-
-
-def combining(rank: int) -> None:
-    rows = OPS.ep_dispatch.default(draw(rank, 3, 4), IDS, 4, None, "padded", "", 8, True, *settings())[4]
-    for needed in (False, True):
-        results, weights = draw(rank, 2, 6, 4).requires_grad_(needed), draw(9, 3, 2).requires_grad_(needed)
-        opcheck(OPS.ep_combine.default, (results, weights, IDS, rows, 4, *settings()))
-
-
-def operands(rank: int, nk: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """a, and b in one of its two layouts."""
-    a = drawn_gemm(rank, M, K, dtype=dtype)
-    return a, drawn_gemm(rank, N, K, dtype=dtype).t() if nk else drawn_gemm(rank, K, N, dtype=dtype)
-
-
-def gemm_calls(rank: int, nk: bool, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
-    """Operator to arguments."""
-    a, b = operands(rank, nk, dtype)
-    half, single = dtype == torch.bfloat16, torch.float32
+def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any, ...]:
+    """What the operator is called with; of GEMMs b in one of its two layouts, and the dtype of both."""
+    x, row, same = draw(rank, 4, 6), draw(rank, 6), settings()
+    a, b = drawn_gemm(rank, M, K, dtype=dtype), drawn_gemm(rank, K, N, dtype=dtype)
+    b = drawn_gemm(rank, N, K, dtype=dtype).t() if nk else b
     scales = (scale(9, 1), scale(rank, 1)) if dtype == FP8 else (None, None)
-    wide = single if half or dtype == FP8 else None
+    wide = torch.float32 if dtype in (FP8, torch.bfloat16) else None
     bias, several = drawn_gemm(5, N, dtype=wide or dtype), [scales[1]] * 2 if dtype == FP8 else []
+    wider, column = draw(rank, 4, 128), draw(rank, 128)
+    rows = (IDS, 4, None, "padded" if op == "ep_combine" else "contiguous", "", 8, True, *same)
+    sent = OPS.ep_dispatch.default(draw(rank, 3, 4), *rows)[4] if op == "ep_combine" else None
     return {
-        "ag_gemm": (a, b, *scales, wide, *settings()),
-        "ag_gemm_gathered": (a, b, *scales, None, *settings()),
-        "ag_gemm_list": (a, [b, b.clone()], scales[0], several, None, *settings(), "any", None),
-        "gemm_rs": (a, b, *scales, wide, "sum", *settings()),
-        "gemm_ar": (a, b, bias, *scales, wide, *settings(), "default", 8),
-    }
+        "all_reduce": (x, "sum", *same),
+        "all_gather": (x, 1, *same),
+        "reduce_scatter": (x, "avg", 1, *same),
+        "all_to_all": (x, *same),
+        "all_reduce_bias": (x, row, *same),
+        "all_reduce_rms_norm": (x, row, row, x, None, 1e-6, None, *same),
+        "all_reduce_rms_norm_quantized": (
+            *(wider, column, wider, wider, None, 1e-6, "group128", "column", True, True, 1.0),
+            *same,
+        ),
+        "ep_dispatch": (draw(rank, 3, 4), *rows),
+        "ep_combine": (draw(rank, 2, 6, 4), draw(9, 3, 2), IDS, sent, 4, *same),
+        "ag_gemm": (a, b, *scales, wide, *same),
+        "ag_gemm_gathered": (a, b, *scales, None, *same),
+        "ag_gemm_list": (a, [b, b.clone()], scales[0], several, None, *same, "any", None),
+        "gemm_rs": (a, b, *scales, wide, "sum", *same),
+        "gemm_ar": (a, b, bias, *scales, wide, *same, "default", 8),
+    }[op]
 
 
 def needing(value: Any, needed: bool) -> Any:
     if isinstance(value, list):
         return [needing(each, needed) for each in value]
-    return value.detach().requires_grad_(needed) if isinstance(value, torch.Tensor) else value
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.detach().clone().requires_grad_(needed) if is_float else value
 
 
-def gemm(name: str, dtype: torch.dtype, rank: int) -> None:
-    # The others compare inputs before and after, which PyTorch cannot do with fp8 on CPUs.
-    checks = ("test_autograd_registration", "test_faketensor")
-    for nk in (False, True):
-        for needed in (False, True) if dtype == torch.float32 else (False,):
-            given = tuple(needing(each, needed) for each in gemm_calls(rank, nk, dtype)[name])
-            if dtype == FP8:
-                opcheck(getattr(OPS, name).default, given, test_utils=checks)
-            else:
-                opcheck(getattr(OPS, name).default, given)
-
-
-def gemm_into(name: str, rank: int) -> None:
-    arguments = gemm_calls(rank, True, torch.float32)[name]
-    made = getattr(OPS, name)(*arguments)
+def into(op: str, rank: int) -> None:
+    arguments = arguments_of(op, rank, True, torch.float32)
+    made = getattr(OPS, op)(*arguments)
     results = made if isinstance(made, tuple) else (made,)
-    given = {output: torch.zeros_like(result) for output, result in zip(("out", "gathered"), results, strict=False)}
-    opcheck(getattr(OPS, name).out, arguments, given)
-    getattr(OPS, name).out(*arguments, **given)
+    given = dict(zip(RESULTS.get(op, ("out",)), map(torch.zeros_like, results), strict=False))
+    opcheck(getattr(OPS, op).out, arguments, given)
+    getattr(OPS, op).out(*arguments, **given)
     torch.testing.assert_close(tuple(given.values()), results)
 
 
-GEMMS = ("ag_gemm", "ag_gemm_gathered", "ag_gemm_list", "gemm_rs", "gemm_ar")
-CHECKS: dict[str, Case] = {
-    "ep_dispatch": dispatching,
-    "ep_combine": combining,
-    **{name: functools.partial(functional, name) for name in CHECKED},
-    **{f"{name}.out": functools.partial(into, name) for name in CHECKED},
-    "all_reduce_rms_norm_quantized": quantised,
-    **{f"{name}_": functools.partial(in_place, name) for name in ("all_reduce", "all_reduce_bias")},
-}
-GEMM_CHECKS: dict[str, Case] = {
-    **{name: functools.partial(gemm, name, torch.float32) for name in GEMMS},
-    **{f"{name} bf16": functools.partial(gemm, name, torch.bfloat16) for name in GEMMS},
-    **{f"{name} fp8": functools.partial(gemm, name, FP8) for name in GEMMS},
-    **{f"{name}.out": functools.partial(gemm_into, name) for name in GEMMS if name != "ag_gemm_list"},
-}
+CHECKS = (
+    *("ep_dispatch", "ep_combine", *COLLECTIVES, *(f"{op}.out" for op in COLLECTIVES)),
+    *("all_reduce_rms_norm_quantized", "all_reduce_", "all_reduce_bias_"),
+)
+OF_GEMMS = (
+    *(f"{op}{dtype}" for dtype in ("", " bf16", " fp8") for op in GEMMS),
+    *(f"{op}.out" for op in GEMMS if op != "ag_gemm_list"),
+)
 
 
-@pytest.mark.parametrize("name", [*some_of(CHECKS), *some_of(GEMM_CHECKS, 5)])
+@pytest.mark.parametrize("name", [*some(CHECKS), *some(OF_GEMMS, 5)])
 def test_opcheck(rank: int, name: str) -> None:
-    {**CHECKS, **GEMM_CHECKS}[name](rank)
+    """An operator, with a dtype of GEMMs, into given results (`.out`) or in place (`_`)."""
+    if name.endswith(".out"):
+        into(name.removesuffix(".out"), rank)
+        return
+    op, _, kind = name.partition(" ")
+    dtype = {"": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}[kind]
+    # The others compare inputs before and after, which PyTorch cannot do with fp8 on CPUs.
+    more = {"test_utils": ("test_autograd_registration", "test_faketensor")} if dtype == FP8 else {}
+    is_plain = dtype != torch.float32 or op.endswith(("_", "_quantized"))
+    for nk in (False, True) if op in GEMMS else (True,):
+        for needed in (False,) if is_plain else (False, True):
+            given = tuple(needing(each, needed) for each in arguments_of(op.removesuffix("_"), rank, nk, dtype))
+            opcheck(getattr(OPS, op).default, given, **more)
 
 
 def every_op(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:

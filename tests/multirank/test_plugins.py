@@ -68,16 +68,21 @@ def environment(*folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
+def python(*arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def discovered(*folders: Path) -> tuple[list[str], str]:
     """Variants of all_reduce in a fresh process, and its warnings."""
     code = (
         "import json; from tunedcomm import kernels, spec; kernels.discover(); kernels.discover(); "
         "print(json.dumps([*spec.variants('all_reduce'), *spec.ops()]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(*folders), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", code, env=environment(*folders))
     return json.loads(done.stdout), done.stderr
 
 
@@ -106,20 +111,8 @@ def body(rank: int, world_size: int, folder: str, ranks: tuple[int, ...], tuned:
 def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
     database = tmp_path / "tuned.db"
     env = {**environment(site), "TUNEDCOMM_DB": str(database), "TUNEDCOMM_WORKSPACE_MIB": "1"}
-    shown = []
-    for arguments in commands("tunedcomm"):
-        code = "from tunedcomm.cli.main import run; run()"
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr
-        shown.append(done.stdout)
+    code = "from tunedcomm.cli.main import run; run()"
+    shown = [python("-c", code, *arguments, env=env, cwd=tmp_path).stdout for arguments in commands("tunedcomm")]
     with sqlite3.connect(database) as opened:
         rows = opened.execute(
             "SELECT status, config FROM trial JOIN variant ON variant.id = trial.variant_id "
@@ -141,45 +134,24 @@ def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
     found = run_ranks(2, body, str(site), (0, 1), str(database), timeout=90, fresh=True)
     assert found == [("gather_sum", "exact")] * 2
     (arguments,) = commands("torchrun")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
-        env=env,
-        cwd=site,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "torch.distributed.run", "--standalone", *arguments, env=env, cwd=site)
     assert "forced: gather_sum(num_pieces=2) (" in done.stdout
     assert "by itself: gather_sum(" in done.stdout
 
 
+OURS = (
+    "import dataclasses\nfrom tunedcomm.spec import get_variant, register_variant\n"
+    "ours = get_variant('all_reduce', 'lamport')\n"
+)
+HALF = "register_variant(dataclasses.replace(ours, name='half_registered'{}))\n"
+# Package to its module, its entry point, and what is warned of.
 BROKEN = {
     "cannot-import": ("import nothing_of_that_name\n", "broken", "nothing_of_that_name"),
     "no-attribute": ("", "broken:absent", "absent"),
     "leaves": ("import sys\n\n\ndef add():\n    raise RuntimeError('not today')\n", "broken:add", "not today"),
-    "takes-ours": (
-        "import dataclasses\nfrom tunedcomm.spec import get_variant, register_variant\n"
-        "ours = get_variant('all_reduce', 'lamport')\n"
-        "register_variant(dataclasses.replace(ours, name='half_registered'))\n"
-        "register_variant(dataclasses.replace(ours))\n",
-        "broken",
-        "'lamport' of all_reduce, which is there already",
-    ),
-    "no-such-op": (
-        "import dataclasses\nfrom tunedcomm.spec import get_variant, register_variant\n"
-        "register_variant(dataclasses.replace(get_variant('all_reduce', 'library'), op='all_redoose'))\n",
-        "broken",
-        "'all_redoose', which nobody registered; did you mean 'all_reduce'",
-    ),
-    "no-source": (
-        "import dataclasses\nfrom tunedcomm.spec import get_variant, register_variant\n"
-        "ours = get_variant('all_reduce', 'lamport')\n"
-        "register_variant(dataclasses.replace(ours, name='half_registered', kernels=(print,)))\n",
-        "broken",
-        "is not a Triton function",
-    ),
+    "takes-ours": (f"{OURS}{HALF.format('')}register_variant(dataclasses.replace(ours))\n", "broken", "'lamport' of"),
+    "no-such-op": (f"{OURS}register_variant(dataclasses.replace(ours, op='all_redoose'))\n", "broken", "'all_reduce'"),
+    "no-source": (OURS + HALF.format(", kernels=(print,)"), "broken", "is not a Triton function"),
 }
 
 

@@ -83,15 +83,8 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TUNEDCOMM_WORKSPACE_MIB": "1"}
     env.update(GLOO_SOCKET_IFNAME="lo", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / name)],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    command = [sys.executable, *launcher, str(ROOT / "examples" / name)]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     for text in EXAMPLES[name]:
         assert text in done.stdout, done.stdout

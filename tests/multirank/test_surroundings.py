@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import mmap
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Ranks, replaced
+from cases import Ranks, replaced, settings
 from harness import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +31,8 @@ from tunedcomm.kernels.common.launch import bind_kernel
 from tunedcomm.kernels.common.nan import NAN_BITS, NUM_CELLS, count_nan_request
 from tunedcomm.ops import call as call_module
 from tunedcomm.spec import register_variant, variants
+from tunedcomm.symm import workspace
+from tunedcomm.symm.layout import STATUS_BYTES
 
 RANKS = Ranks()
 
@@ -125,6 +130,7 @@ def test_large_kernels_leave_room_for_graphs(rank: int) -> None:
     tunedcomm.all_reduce(x)
 
 
+MAP_FIXED_NOREPLACE = 0x100000
 NUM_THREADS, NUM_LAUNCHES = 3, 20
 
 
@@ -189,6 +195,33 @@ def test_threads_that_launch(rank: int) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def mapped(at: int) -> torch.Tensor:
+    """A status block at that address, or behind it if something else is there; kept for good."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+    for wanted in range(at, at + (64 << 20), 1 << 20):
+        if libc.mmap(wanted, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == wanted:
+            words = (ctypes.c_int32 * (STATUS_BYTES // 4)).from_address(wanted)
+            found = torch.frombuffer(words, dtype=torch.int32)
+            assert found.data_ptr() == wanted
+            return found
+    raise AssertionError(f"nothing is free at {at:#x}: {ctypes.get_errno()}")
+
+
+def test_status_blocks_at_low_addresses(rank: int) -> None:
+    """Below 2 GiB, where Debian's Python has its heap, an address is a plain number to Triton's interpreter."""
+    with replaced(workspace, "_status_block", lambda *, pinned: mapped(0x50000000)), settings({}):
+        for variant in ("one_shot", "lamport", "two_shot"):
+            x = torch.full((37,), rank + 1.0)
+            with tunedcomm.force("all_reduce", variant):
+                tunedcomm.all_reduce(x)  # binds
+                if rank:
+                    time.sleep(0.3)  # only who waits looks at the block
+                assert torch.equal(tunedcomm.all_reduce(x), torch.full((37,), 3.0)), variant
 
 
 def warned_body(rank: int, world_size: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sweeps whose processes are killed: nothing is lost, nothing is done twice, nobody else is disturbed.
+"""Sweeps whose processes are killed, or share a database: nothing is lost or done twice, nobody else is disturbed.
 
 No GPU is needed: the gangs answer from recorded trials, everything else is as on GPUs.
 """
@@ -12,11 +12,13 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from cases import processes
 from quick import FULL
 from replay import stand_in
 
@@ -28,6 +30,7 @@ from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, swee
 
 ROOT = Path(__file__).parents[2]
 RECORDING = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
+Tried = set[tuple[str, str, bool]]
 TABLE = dict[tuple[Problem, Candidate, bool], tuple[str, float | None]]
 
 
@@ -43,15 +46,7 @@ def spec_of(*exponents: int, **changes: Any) -> SweepSpec:
 
 def gang_pids(supervisor: int) -> list[int]:
     """Live gangs of a supervisor, whose pid they carry in their command line."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"replay" in words and str(supervisor).encode() in words:
-            found.append(int(folder.name))
-    return sorted(pid for pid in found if process_start(pid))
+    return processes("replay", str(supervisor))
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -69,11 +64,6 @@ def table(trials: list[Trial]) -> TABLE:
         assert key not in found, key
         found[key] = (trial.status, trial.latency_p50_us)
     return found
-
-
-def stored(path: Path) -> TABLE:
-    with Database.open(path) as database:
-        return table(database.trials())
 
 
 SCRIPT = """
@@ -155,9 +145,8 @@ def kills(seed: int) -> list[str]:
 
 @pytest.mark.slow
 def test_killed_again_and_again_the_table_is_that_of_an_undisturbed_sweep(tmp_path: Path) -> None:
-    with Database.open(tmp_path / "undisturbed.db", create=True) as database:
-        assert sweep(killed_spec(0.0), database).reason == "done"
-        expected = table(database.trials())
+    outcome, expected = run(tmp_path / "undisturbed.db", killed_spec(0.0))
+    assert outcome.reason == "done"
     killed = Killed(tmp_path / "killed.db", seed=1)
     try:
         for what in kills(seed=1):
@@ -167,7 +156,8 @@ def test_killed_again_and_again_the_table_is_that_of_an_undisturbed_sweep(tmp_pa
         killed.process.kill()
         killed.process.wait()
     assert not gang_pids(killed.process.pid)
-    assert stored(killed.path) == expected
+    with Database.open(killed.path) as database:
+        assert table(database.trials()) == expected
     with sqlite3.connect(killed.path) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
@@ -246,3 +236,108 @@ def test_stopped_gang_is_hung_while_the_other_goes_on(tmp_path: Path) -> None:
     assert outcome.progress.trials > stopped[0][1] + 5
     assert searched(found) == expected
     assert [status for status, _ in found.values() if status not in ("ok", "pruned", "infeasible")] == ["hung"]
+
+
+# Supervisors that write to one database share a sweep: nothing twice, nothing missing, whoever dies or is away
+
+
+if TYPE_CHECKING:
+    from postgres import PostgresServer
+
+SHARED_SCRIPT = """
+import functools, sys
+import test_tuner_kill as t
+from tunedcomm.db.store import Database
+from tunedcomm.tuner.search import sweep
+sweep.Claims = functools.partial(sweep.Claims, heartbeat_s=1, grace_s=4)
+with Database.open(sys.argv[1], create=True, patience_s=90) as database:
+    outcome = sweep.sweep(t.shared_spec(float(sys.argv[2])), database)
+assert outcome.reason == "done", outcome
+assert not outcome.unsolved, outcome.unsolved
+"""
+
+
+def shared_spec(trial_s: float) -> SweepSpec:
+    """Exhaustive, so that it is known what must be there in the end."""
+    return spec_of(11, 13, 16, trials=400, replay_trial_s=trial_s)
+
+
+def tried(found: TABLE) -> Tried:
+    return {(str(problem), str(candidate), final) for problem, candidate, final in found}
+
+
+@pytest.fixture(scope="module")
+def alone_shared(tmp_path_factory: pytest.TempPathFactory) -> Tried:
+    """What one supervisor tries, in its searches and in the finals."""
+    return tried(run(tmp_path_factory.mktemp("alone") / "tuned.db", shared_spec(0.0))[1])
+
+
+@contextmanager
+def supervisors(database: str, count: int, trial_s: float) -> Iterator[list[subprocess.Popen[bytes]]]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", SHARED_SCRIPT, database, str(trial_s)]
+    started = [subprocess.Popen(command, env=environment) for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def rows(database: str) -> int:
+    with Database.open(database, readonly=True) as opened:
+        return len(opened.trials())
+
+
+def check(database: str, expected: Tried, *, share: int) -> None:
+    """Every candidate is there once, as if one supervisor had run all, and each has done its part."""
+    with Database.open(database, readonly=True) as opened:
+        trials = opened.trials()
+        runs = opened.runs()
+    found = table(trials)
+    assert tried(found) == expected
+    assert len({problem for problem, _, final in found if final}) == 3
+    counts = [sum(trial.run_id == run.id for trial in trials) for run in runs]
+    assert sum(count > 0.1 * len(trials) for count in counts) >= share, counts
+
+
+@pytest.mark.slow
+def test_two_sweeps_at_once_are_one(database_url: str, alone_shared: Tried) -> None:
+    Database.open(database_url, create=True).close()
+    with supervisors(database_url, 2, 0.02) as started:
+        assert [process.wait(240) for process in started] == [0, 0]
+    check(database_url, alone_shared, share=2)
+
+
+@pytest.mark.slow
+def test_what_a_killed_supervisor_had_claimed_is_done_by_the_other(database_url: str, alone_shared: Tried) -> None:
+    Database.open(database_url, create=True).close()
+    with supervisors(database_url, 2, 0.03) as started:
+        wait_for(lambda: rows(database_url) > 40, 120)
+        started[0].send_signal(signal.SIGKILL)
+        assert started[1].wait(240) == 0
+    check(database_url, alone_shared, share=1)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_is_waited_for(
+    postgres_server: PostgresServer, postgres_url: str, alone_shared: Tried
+) -> None:
+    Database.open(postgres_url, create=True).close()
+    with supervisors(postgres_url, 2, 0.02) as started:
+        wait_for(lambda: rows(postgres_url) > 40, 120)
+        postgres_server.stop()
+        time.sleep(6)
+        postgres_server.start()
+        assert [process.wait(240) for process in started] == [0, 0]
+    check(postgres_url, alone_shared, share=2)
+
+
+def test_a_third_one_that_comes_late_has_nothing_to_do(tmp_path: Path, alone_shared: Tried) -> None:
+    path = tmp_path / "tuned.db"
+    _, before = run(path, shared_spec(0.0))
+    again, after = run(path, shared_spec(0.0))
+    assert again.progress.trials == 0
+    assert after == before
+    check(str(path), alone_shared, share=1)

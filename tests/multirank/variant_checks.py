@@ -8,18 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from cases import bits_of
 
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op, get_variant
-
-__all__ = ["bits_of", "check_variant", "error_of", "inputs_of_all", "launch_variant", "limits_of"]
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bits, comparable where NaN and -0.0 are not."""
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
 
 
 def limits_of(communicator: Communicator) -> Limits:

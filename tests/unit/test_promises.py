@@ -45,7 +45,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "After that a choice depends on": (
         "unit/test_selection_select.py::test_decisions_are_pure_and_do_not_depend_on_row_order",
         "unit/test_selection_select.py::test_importing_selection_needs_neither_torch_nor_a_database",
-        "multirank/test_hot_path.py::test_selection_does_not_communicate",
+        "multirank/test_fast_calls.py::test_selection_does_not_communicate",
     ),
     # 3. Not slower than the library
     ", beyond noise, at a tuned problem": (
@@ -75,16 +75,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     # 5. Graphs and streams
     "Every variant can be captured": (
-        "gpu/test_all_reduce_gpu.py::test_on_two",
-        "gpu/test_all_gather_gpu.py::test_on_two",
-        "gpu/test_reduce_scatter_gpu.py::test_on_two",
-        "gpu/test_all_to_all_gpu.py::test_on_two",
-        "gpu/test_fused_gpu.py::test_on_two",
-        "gpu/test_gemm_gpu.py::test_on_two",
+        "gpu/test_bodies_gpu.py::test_body",
         "gpu/test_stress_gpu.py::test_nothing_is_wrong_and_nothing_hangs",
     ),
     "A captured or repeated call tunes nothing": (
-        "multirank/test_hot_path.py::test_a_repeated_call_does_nothing_but_launch",
+        "multirank/test_fast_calls.py::test_a_repeated_call_does_nothing_but_launch",
         "multirank/test_fast_calls.py::test_the_second_call_is_fast",
     ),
     # 6. Says why

@@ -1,16 +1,81 @@
-"""`tunedcomm bench --peers`: other projects' kernels beside ours, through stand-ins in tests/data/fake_peers."""
+"""bench/stress.py on the host; `tunedcomm bench --peers` through stand-ins in tests/data/fake_peers."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import run_ranks
+from planted_cases import OP
+
+BENCH = Path(__file__).parents[2] / "bench"
+OPS = ("all_to_all_v", "all_reduce_bias")
+REST = tuple("all_to_all reduce_scatter all_gather all_reduce all_reduce_rms_norm ag_gemm gemm_rs gemm_ar".split())
+
+
+def plant_one_that_writes_behind() -> None:
+    planted = importlib.import_module("planted")
+    spoil = planted.after(lambda problem, output: output.as_strided((problem.numel + 1,), (1,))[-1:].fill_(1.0))
+    planted.plant("writes_behind", spoil)
+
+
+def body(
+    rank: int, world_size: int, names: tuple[str, ...], only: tuple[str, ...], mode: str = ""
+) -> list[dict[str, Any]]:
+    sys.path.insert(0, str(BENCH))
+    if OP in names:
+        plant_one_that_writes_behind()
+    stress = importlib.import_module("stress")
+    stress.kernels.discover()
+    rows: list[dict[str, Any]] = stress.stress(names, 2, 300.0, only, **dict.fromkeys(filter(None, [mode]), True))
+    return rows
+
+
+@pytest.mark.parametrize("names", [OPS, pytest.param(REST, marks=pytest.mark.slow)], ids=["some", "rest"])
+def test_every_variant_is_right(names: tuple[str, ...]) -> None:
+    rows, others = run_ranks(2, body, names, (), timeout=600)
+    assert [row["launches"] for row in rows] == [row["launches"] for row in others]
+    assert {row["op"] for row in rows} == set(names)
+    assert all(row["launches"] == 2 or row["not_run"] for row in rows), rows
+    assert {row["variant"] for row in rows if row["launches"]} >= {"library", "lamport"}
+    assert not any(row["wrong"] for row in rows)
+
+
+def test_launches_of_a_graph_are_counted_and_right() -> None:
+    """Here a graph is a function; each trial is launched once before it is captured."""
+    rows, others = run_ranks(2, body, ("all_reduce_bias",), ("library", "lamport"), "graph", timeout=120)
+    assert [row["launches"] for row in rows] == [row["launches"] for row in others]
+    assert {row["variant"]: row["launches"] - row["problems"] for row in rows} == {"library": 2, "lamport": 2}
+    assert not any(row["wrong"] for row in rows)
+
+
+SPOILT = ("other_bits", "nan_on_odd_sizes", "wrong_by_one_element")
+
+
+@pytest.mark.parametrize(
+    ("mode", "wrong"),
+    [("", SPOILT), ("graph", SPOILT), ("concurrent", (*SPOILT, "wrong_second_launch", "writes_behind"))],
+)
+def test_what_is_wrong_is_found(mode: str, wrong: tuple[str, ...]) -> None:
+    """Beside others also results of the launch before, and bytes behind an output."""
+    right = ("good", "library") if mode == "concurrent" else ("good",)
+    for rows in run_ranks(2, body, (OP,), (*right, *wrong), mode, timeout=120):
+        assert {row["variant"]: row["wrong"] > 0 for row in rows} == {n: n in wrong for n in (*right, *wrong)}
+
+
+def test_both_lanes_run_beside_each_other_with_small_grids() -> None:
+    rows, others = run_ranks(2, body, ("all_to_all_v",), (), "concurrent", timeout=300)
+    assert [row["launches"] for row in rows] == [row["launches"] for row in others]
+    assert {row["variant"] for row in rows if row["not_run"]} == {"library"}
+    assert all(row["launches"] >= 2 for row in rows if not row["not_run"])
+    assert not any(row["wrong"] for row in rows)
+
+
+# `tunedcomm bench --peers`: other projects' kernels beside ours, through stand-ins in tests/data/fake_peers
+
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "data" / "fake_peers"
@@ -72,20 +137,6 @@ def test_peers_run_beside_the_library(mode: str) -> None:
             assert ("gemm" in op) == (row["ceiling_share"] is None)  # of a GEMM only beside the GEMM alone
         assert {one["peer"] for one in left_out} == set(ALL) - expected
         assert left_out == other[op, shape][1]
-
-
-def bench(*arguments: str, **environment: str) -> tuple[list[dict[str, Any]], str]:
-    """Rows and what stderr said of 2 ranks on the host."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tunedcomm.cli.main", "bench", "--world-size", "2", "--json", *arguments],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
 
 
 def test_what_may_make_multicast_objects_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
