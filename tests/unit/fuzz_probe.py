@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import multiprocessing
@@ -26,17 +27,20 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from cli_samples import run
-from db_samples import H200
-from fuzz_files import WORLD_SIZE, Base, bases, problems, record, spoil
+from cli_samples import real_trial, run
+from db_samples import H200, OLDER, START
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import LATENCIES, Trial, config_digest
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import decide, source_hash_of
 from tunedcomm.errors import DatabaseError
@@ -44,6 +48,382 @@ from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate
 from tunedcomm.symm.layout import limits_for
+
+WORLD_SIZE = 4
+SIDES = ("", "-wal", "-shm", "-journal")
+
+
+@dataclass(frozen=True)
+class Base:
+    """The files of a sound database: what is appended to the path, to the content."""
+
+    name: str
+    files: dict[str, bytes] = field(repr=False)
+    page_size: int
+
+
+def problems() -> list[Problem]:
+    """What the sweep has measured: six sizes in two modes."""
+    return [
+        Problem("all_reduce", (1 << log2,), "bfloat16", WORLD_SIZE, mode=mode)
+        for log2, mode in itertools.product(range(11, 22, 2), ("graph", "eager"))
+    ]
+
+
+def record(problem: Problem, variant: str, **changes: Any) -> Trial:
+    """A trial with a time that depends on the variant."""
+    us = 5.0 + len(variant)
+    return real_trial(variant, us, **{"problem": problem, "baseline_p50_us": 40.0, "final": False, **changes})
+
+
+def _records(run: int) -> list[Trial]:
+    found = []
+    for problem in problems():
+        found += [record(problem, name, final=True) for name in ("library", "lamport", "two_shot", "two_shot_lamport")]
+        found += [record(problem, "one_shot"), record(problem, "lamport", source_hash="0123456789abcdef")]
+        found.append(record(problem, "multimem_one_shot", status="infeasible", reason="no multicast"))
+    first = problems()[0]
+    found.append(real_trial("two_shot", None, problem=first, status="hung", final=False))
+    found.append(replace(record(replace(first, world_size=2), "lamport", final=True), environment=OLDER))
+    found.append(replace(record(replace(first, dtype="float16"), "lamport"), environment=OLDER))
+    return [replace(r, run_id=run, created_at=START + timedelta(seconds=i)) for i, r in enumerate(found)]
+
+
+def _fill(path: Path) -> None:
+    with Database.open(path, create=True) as database:
+        run = database.start_run(command="tunedcomm tune", seed=0, budget="", host="fuzz")
+        database.record(_records(run))
+        database.pin(problems()[2], Candidate.of("all_reduce", "library", {}), environment=H200, reason="as agreed")
+        database.finish_run(run)
+
+
+def _rewrite(path: Path, *pragmas: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for pragma in ("journal_mode=DELETE", *pragmas):
+            connection.execute(f"PRAGMA {pragma}")
+        connection.execute("VACUUM")
+
+
+def _in_utf16(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        statements = list(connection.iterdump())
+    path.unlink()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA encoding='UTF-16le'")
+        connection.executescript("\n".join(statements))
+
+
+def _busy(path: Path, *pragmas: str) -> dict[str, bytes]:
+    """The files while a writer is in the middle of a transaction that it cannot hold in memory."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for pragma in (*pragmas, "cache_size=2", "cache_spill=1"):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+        connection.execute("BEGIN")
+        connection.execute("UPDATE trial SET samples = samples + 1, reason = reason || 'again'")
+        if "journal_mode=WAL" in pragmas:
+            connection.execute("COMMIT")
+        files = {side: path.with_name(path.name + side) for side in SIDES}
+        return {side: file.read_bytes() for side, file in files.items() if file.exists()}
+
+
+def bases(folder: Path) -> list[Base]:
+    """One database in every state."""
+    _fill(folder / "sound.db")
+    states: dict[str, tuple[int, Callable[[Path], dict[str, bytes] | None]]] = {
+        "closed": (4096, lambda path: None),
+        "rollback": (512, lambda path: _rewrite(path, "page_size=512", "auto_vacuum=FULL")),
+        "utf16": (4096, _in_utf16),
+        "wal": (4096, lambda path: _busy(path, "journal_mode=WAL", "wal_autocheckpoint=0")),
+        "journal": (4096, lambda path: _busy(path, "journal_mode=DELETE")),
+    }
+    found = []
+    for name, (page_size, make) in states.items():
+        path = folder / f"{name}.db"
+        shutil.copy(folder / "sound.db", path)
+        files = make(path) or {"": path.read_bytes()}
+        found.append(Base(name, files, page_size))
+    assert set(found[3].files) == {"", "-wal", "-shm"}
+    assert set(found[4].files) == {"", "-journal"}
+    return found
+
+
+# Values, configs, versions and schemas that no tuner stores.
+
+_SQL = "'; DROP TABLE trial; --"
+_TEXTS = ("", "a\x00b", _SQL, "%s%n{0}{x}", "../../etc/passwd", "\x1b[31mred\x1b[0m\x07", "\u202edlrow", "x" * 100_001)
+_NUMBERS = ("NaN", "-Infinity", "0x10", "1e999", "٣", "1_000", "9" * 5000, "-1", "0", "4096x", "2x" * 40 + "2")
+_WORDS = ("ok", "hung", "OK", "graph\n", "eager", "symmetric", "library", "ordered", "all_reduce", "float64", "avg")
+_TIMES = ("2026-13-45 99:99:99", "2026-01-01", "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "2026-W01-1")
+_INTEGERS = (0, 1, -1, 2**31, 2**53 + 1, 2**63 - 1, -(2**63))
+_FLOATS = (-0.0, 1.0, -1.5, 1e-320, 1e308, float("inf"), float("nan"))
+_BYTES = (b"", b"\x00", b"\xff\xfe\xfd", b"{}", bytes(70_000))
+VALUES: tuple[object, ...] = (*_TEXTS, *_NUMBERS, *_WORDS, *_TIMES, *_INTEGERS, *_FLOATS, *_BYTES, None)
+AXES: tuple[dict[str, Any], ...] = (
+    {"num_blocks": 10**9, "num_warps": 4},
+    {"num_blocks": -1, "num_warps": 0},
+    {"num_blocks": True, "num_warps": 4, "launch_pdl": 1},
+    {"num_blocks": "1", "num_warps": "4"},
+    {"num_blocks": 1},
+    {"num_blocks": 1, "num_warps": 4, "extra": 1},
+    {"num_blocks": 10**4000, "num_warps": 4},
+    {"items": 4, "num_blocks": 264, "num_warps": 16},
+    {"": 1, _SQL: _SQL},
+    {f"axis{i}": i for i in range(500)},
+)
+_NO_CONFIGS = ("", "null", "[]", "1", "{", "{}", "[" * 200_000, '{"a":' * 1500 + "1" + "}" * 1500)
+CONFIGS: tuple[object, ...] = (
+    *map(json.dumps, AXES),
+    *_NO_CONFIGS,
+    *(f'{{"num_blocks": {value}}}' for value in ("1.0", "1e400", "NaN", "null", "[1]", '{"b": 1}', "9" * 9000)),
+    '{"num_blocks": 1, "num_blocks": 999999, "num_warps": 4}',
+    '{"num_blocks": "\\ud800", "num_warps": 4}',
+    '{"a": "' + "x" * 2_000_000 + '"}',
+    b"\xff\xff",
+    None,
+    1.5,
+)
+VERSIONS: tuple[object, ...] = ("0000", "0002", "0999", "", "head", "0001\x00", _SQL, "x" * 1_000_000, None, 1, b"0001")
+_ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
+_KEPT = "ALTER TABLE {table} RENAME TO kept; CREATE"
+_MASTER = "PRAGMA writable_schema=ON; UPDATE sqlite_master SET"
+# {table} is one of ours, {columns} its columns and {column} one of them.
+SCHEMAS: tuple[str, ...] = (
+    f"{_KEPT} VIEW {{table}} AS {_ENDLESS} kept.* FROM n, kept",
+    f"{_KEPT} VIEW {{table}} AS SELECT * FROM {{table}}",
+    f"{_KEPT} VIEW {{table}} AS SELECT load_extension('x'), * FROM kept",
+    f"{_KEPT} VIRTUAL TABLE {{table}} USING fts5({{columns}})",
+    "DELETE FROM {table} WHERE rowid % 2 = 0",
+    "UPDATE trial SET problem_id = 99, run_id = -(1 << 63) WHERE rowid % 3 = 0",
+    "UPDATE OR IGNORE trial SET environment_id = 'one', variant_id = rowid % 3 + 1",
+    "CREATE TABLE untyped AS SELECT * FROM {table}; DROP TABLE {table}; ALTER TABLE untyped RENAME TO {table}; "
+    "INSERT INTO {table} SELECT * FROM {table}",
+    "DROP TABLE {table}",
+    "DROP TABLE {table}; CREATE TABLE {table} ({columns}); INSERT INTO {table} DEFAULT VALUES",
+    "ALTER TABLE {table} RENAME COLUMN {column} TO other",
+    "ALTER TABLE {table} DROP COLUMN {column}",
+    "ALTER TABLE {table} ADD COLUMN computed TEXT AS (hex(zeroblob(900000000))) VIRTUAL",
+    "ALTER TABLE {table} RENAME COLUMN {column} TO other; ALTER TABLE {table} ADD COLUMN {column} AS (randomblob(9))",
+    f"CREATE TRIGGER t BEFORE INSERT ON {{table}} BEGIN DELETE FROM trial WHERE id IN ({_ENDLESS} i FROM n); END",
+    "CREATE TRIGGER t AFTER INSERT ON {table} BEGIN SELECT RAISE(ABORT, 'no'); END",
+    "DROP INDEX ix_trial_snapshot; CREATE INDEX ix_trial_snapshot ON trial (reason)",
+    "CREATE INDEX odd ON trial (latency_p50_us + 1, upper(reason)) WHERE length(config) > 3",
+    f"{_MASTER} sql = replace(sql, 'TEXT', 'COLLATE nothing') WHERE 1",
+    f"{_MASTER} sql = 'CREATE TABLE trial (id, id)' WHERE name = '{{table}}'",
+    f"{_MASTER} rootpage = 2 WHERE 1",
+    f"{_MASTER} rootpage = 99999 WHERE name = '{{table}}'",
+    f"{_MASTER} name = upper(name), tbl_name = upper(tbl_name)",
+    "PRAGMA writable_schema=ON; DELETE FROM sqlite_master WHERE name LIKE '%{table}%'",
+    "ANALYZE; UPDATE sqlite_stat1 SET stat = 'unordered sz=0 99999999999999999999 -1'",
+)
+TABLES = ("environment", "problem", "variant", "trial", "run", "pin", "tunedcomm_version")
+
+
+# Bytes. Each takes the content and returns another one.
+
+_EDGES = (0, 1, 2, 3, 4, 7, 8, 0x0D, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
+# Page size, format versions, reserved bytes, fractions, counters, freelist, schema format, encoding and so on.
+_HEADER = (16, 18, 19, 20, 21, 22, 23, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64, 68, 92, 96)
+
+
+def flip_bits(rng: random.Random, data: bytearray, base: Base) -> bytearray:
+    for _ in range(rng.choice((1, 1, 2, 8, 64))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return data
+
+
+def set_numbers(rng: random.Random, data: bytearray, base: Base) -> bytearray:
+    """Big-endian numbers at the edge of something: in the file's header, in the header of a page, anywhere."""
+    for _ in range(rng.choice((1, 1, 3, 10))):
+        page = rng.randrange(max(1, len(data) // base.page_size)) * base.page_size
+        anywhere = rng.randrange(len(data))
+        at = rng.choice((rng.choice(_HEADER), page + (0 if page else 100) + rng.randrange(24), anywhere))
+        size = rng.choice((1, 2, 4))
+        value = rng.choice((*_EDGES, base.page_size, len(data) // base.page_size))
+        data[at : at + size] = (value & ((1 << 8 * size) - 1)).to_bytes(size, "big")
+    return data
+
+
+def shorten(rng: random.Random, data: bytearray, base: Base) -> bytearray:
+    whole = rng.randrange(len(data) // base.page_size + 1) * base.page_size
+    return data[: rng.choice((whole, whole, rng.randrange(len(data)), rng.randrange(120)))]
+
+
+def lengthen(rng: random.Random, data: bytearray, base: Base) -> bytearray:
+    size = rng.choice((1, base.page_size, 3 * base.page_size, 100_000))
+    return data + (bytes(size) if rng.random() < 0.5 else rng.randbytes(size))
+
+
+def spoil_pages(rng: random.Random, data: bytearray, base: Base) -> bytearray:
+    """Pages emptied, filled with noise, or put in each other's places."""
+    size, pages = base.page_size, len(data) // base.page_size
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        one, other = rng.randrange(pages) * size, rng.randrange(pages) * size
+        page = bytes(data[other : other + size])
+        data[one : one + size] = rng.choice((bytes(size), rng.randbytes(size), page, page))
+    return data
+
+
+def spoil_texts(rng: random.Random, data: bytearray, base: Base) -> bytearray:
+    """What lies where texts do, so that SQLite finds nothing wrong."""
+    for word in rng.sample((b"num_blocks", b"all_reduce", b"bfloat16", b"lamport", b"CREATE", b"trial", b'":'), 3):
+        at = data.find(word, rng.randrange(len(data)))
+        if at >= 0:
+            size = len(word)
+            noise = (rng.randbytes(size), b"\xff" * size, bytes(size), b"'; DROP TABLE trial;--"[:size], b"[" * size)
+            data[at : at + size] = rng.choice(noise).ljust(size)
+    return data
+
+
+# Numbers and texts are drawn more often: SQLite itself finds most of the rest.
+MUTATIONS = (flip_bits, set_numbers, set_numbers, shorten, lengthen, spoil_pages, spoil_texts, spoil_texts)
+
+
+def _put(path: Path, files: Mapping[str, bytes | bytearray]) -> None:
+    for side, content in files.items():
+        path.with_name(path.name + side).write_bytes(content)
+
+
+def _by_bytes(rng: random.Random, path: Path, bases: list[Base]) -> None:
+    base = rng.choice(bases)
+    files: dict[str, bytes | bytearray] = dict(base.files)
+    for mutate in rng.sample(MUTATIONS, rng.choice((1, 1, 1, 2, 3))):
+        if len(files[""]) > base.page_size:
+            files[""] = mutate(rng, bytearray(files[""]), base)
+    _put(path, files)
+
+
+def _by_side_file(rng: random.Random, path: Path, bases: list[Base]) -> None:
+    """A log or journal that is damaged, another one's, or not there."""
+    base = rng.choice([base for base in bases if len(base.files) > 1])
+    files: dict[str, bytes | bytearray] = dict(base.files)
+    other = rng.choice(bases)
+    side = rng.choice([side for side in files if side])
+    match rng.randrange(6):
+        case 0:
+            del files[side]
+        case 1:
+            files[side] = rng.randbytes(rng.choice((0, 1, 32, 4096, 40_000)))
+        case 2:
+            files[""] = other.files[""]
+        case 3:
+            files |= {name: content for name, content in other.files.items() if name}
+        case _:
+            for mutate in rng.sample((flip_bits, set_numbers, shorten, lengthen), 2):
+                if len(files[side]) > 64:
+                    files[side] = mutate(rng, bytearray(files[side]), base)
+    _put(path, files)
+
+
+# Rows and schemas, by SQL on a copy that takes whatever it is given.
+
+
+def _open(path: Path, bases: list[Base]) -> sqlite3.Connection:
+    _put(path, {"": next(base for base in bases if base.name == "rollback").files[""]})
+    connection = sqlite3.connect(path, isolation_level=None)
+    for pragma in ("foreign_keys=OFF", "ignore_check_constraints=ON", "synchronous=OFF", "journal_mode=MEMORY"):
+        connection.execute(f"PRAGMA {pragma}")
+    return connection
+
+
+def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
+    return [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+
+
+def _untype(connection: sqlite3.Connection, table: str) -> None:
+    """The same rows in a table without types, keys and constraints."""
+    connection.execute(f"CREATE TABLE untyped AS SELECT * FROM {table}")
+    connection.execute(f"DROP TABLE {table}")
+    connection.execute(f"ALTER TABLE untyped RENAME TO {table}")
+
+
+def _by_values(rng: random.Random, path: Path, bases: list[Base]) -> None:
+    """Hostile values in any column: of one row, of some, of all."""
+    with closing(_open(path, bases)) as connection:
+        if rng.random() < 0.5:
+            _untype(connection, rng.choice(TABLES))
+        for _ in range(rng.choice((1, 1, 3, 10))):
+            table = rng.choice(TABLES)
+            column = rng.choice(_columns(connection, table))
+            value = rng.choice({"config": CONFIGS, "version_num": VERSIONS}.get(column, VALUES))
+            where = rng.choice(("1", "rowid = 1", "rowid % 3 = 0", f"rowid = (SELECT max(rowid) FROM {table})"))
+            with suppress(sqlite3.IntegrityError):
+                connection.execute(f'UPDATE {table} SET "{column}" = ? WHERE {where}', (value,))
+
+
+def _by_configs(rng: random.Random, path: Path, bases: list[Base]) -> None:
+    """Configs outside the space of their variant, of current source and faster than anything else."""
+    with closing(_open(path, bases)) as connection:
+        ids = [row[0] for row in connection.execute("SELECT id FROM trial WHERE status = 'ok'")]
+        for chosen in rng.sample(ids, rng.choice((1, 5, len(ids)))):
+            config = rng.choice(AXES)
+            values = (json.dumps(config), config_digest(config), *[rng.choice((0.001, 1e-300, 2.0))] * 3, chosen)
+            with suppress(sqlite3.IntegrityError):
+                connection.execute(f"UPDATE trial SET {', '.join(_FASTEST)} WHERE id = ?", values)
+        name = rng.choice(("lamport", "library", "torch_one_shot", "nothing", "", "../../x", "🦀" * 99))
+        with suppress(sqlite3.IntegrityError):
+            connection.execute("UPDATE pin SET variant = ?, config = ?", (name, rng.choice(CONFIGS)))
+
+
+_FASTEST = [f"{name} = ?" for name in ("config", "config_digest", *LATENCIES[:3])]
+
+
+def _by_schema(rng: random.Random, path: Path, bases: list[Base]) -> None:
+    """Views, triggers, computed columns, indexes and tables that are not as they should be, and rows of no other."""
+    with closing(_open(path, bases)) as connection:
+        table = rng.choice(TABLES)
+        column = rng.choice(_columns(connection, table))
+        names = {"table": table, "column": column, "columns": ", ".join(f'"{n}"' for n in _columns(connection, table))}
+        with suppress(sqlite3.Error):
+            connection.executescript(rng.choice(SCHEMAS).format(**names))
+
+
+# What lies at the path is no database at all.
+
+
+def _by_path(rng: random.Random, path: Path, bases: list[Base]) -> None:
+    content = rng.choice(bases).files[""]
+    side = path.with_name(path.name + rng.choice(("-wal", "-journal", "-shm")))
+    match rng.randrange(9):
+        case 0:
+            path.mkdir()
+        case 1:
+            os.mkfifo(path)
+        case 2:
+            path.symlink_to(rng.choice((path, path.with_name("nothing"), "/dev/zero", "/dev/full", "/proc/self/mem")))
+        case 3:
+            path.write_bytes(rng.choice((b"", b"\x1f\x8b\x08", b"{}", b"SQLite format 3", b"\x00" * 4096)))
+        case 4 | 5:
+            path.write_bytes(content)
+            os.truncate(path, 1 << rng.choice((33, 40)))
+        case 6:
+            path.write_bytes(content)
+            os.mkfifo(side)
+        case 7:
+            path.write_bytes(content)
+            side.mkdir()
+        case _:
+            path.write_bytes(content)
+            side.symlink_to(rng.choice((side, path, Path("/dev/zero"), path.with_name("nothing"))))
+
+
+# How often each kind is drawn: most of what can be wrong is in the bytes.
+KINDS: Mapping[str, tuple[int, Callable[[random.Random, Path, list[Base]], None]]] = {
+    "bytes": (49, _by_bytes),
+    "side file": (8, _by_side_file),
+    "values": (18, _by_values),
+    "configs": (10, _by_configs),
+    "schema and rows": (13, _by_schema),
+    "path": (2, _by_path),
+}
+
+
+def spoil(seed: int, path: Path, bases: list[Base]) -> str:
+    """Make case `seed` at `path`, which is not there yet; returns its kind."""
+    rng = random.Random(seed)
+    (kind,) = rng.choices(list(KINDS), [share for share, _ in KINDS.values()])
+    KINDS[kind][1](rng, path, bases)
+    return kind
+
 
 LIMITS = limits_for(H200, WORLD_SIZE)
 MOST_SECONDS = 60.0  # of some thirty readings, on a machine with other things to do

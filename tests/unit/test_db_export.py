@@ -93,15 +93,6 @@ def test_is_one_file_that_needs_no_other(source: Path, tmp_path: Path) -> None:
         folder.chmod(0o755)
 
 
-def test_is_reproducible_and_says_its_digest(source: Path, tmp_path: Path) -> None:
-    first = export_database([source], tmp_path / "first.db")
-    second = export_database([source], tmp_path / "second.db")
-    assert first.path.read_bytes() == second.path.read_bytes()
-    assert first.sha256 == second.sha256
-    assert first.sha256 == hashlib.sha256(first.path.read_bytes()).hexdigest()
-    assert first.num_bytes == first.path.stat().st_size
-
-
 def test_merging_loses_nothing(tmp_path: Path) -> None:
     """Finals alone, so that nothing is left out, of two sources that share a problem, an environment and a variant."""
     ours = [trial("one_shot", 5.0 + n, final=True, after=n, **config(n + 1)) for n in range(3)]
@@ -216,6 +207,7 @@ def test_says_what_the_file_is(tmp_path: Path, form: Form) -> None:
     data = out.read_bytes()
     assert manifest["file"] == out.name
     assert (manifest["sha256"], manifest["num_bytes"]) == (hashlib.sha256(data).hexdigest(), len(data))
+    assert (export.sha256, export.num_bytes) == (manifest["sha256"], manifest["num_bytes"])
     assert (manifest["file_format"], manifest["schema"], manifest["everything"]) == (form, "0003", False)
     assert manifest["rows"] == export.rows
     assert manifest["left_out"] == export.left_out > 0

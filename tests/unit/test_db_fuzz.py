@@ -18,7 +18,7 @@ from pathlib import Path
 import fuzz_probe
 import pytest
 from db_samples import H200
-from fuzz_files import WORLD_SIZE, Base, bases
+from fuzz_probe import WORLD_SIZE, Base, bases
 from quick import QUICK
 
 from tunedcomm.cli.output import emit, note, table

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cli_samples import real_trial
-from db_samples import H200, START, problem
+from db_samples import H200, START, problem, row
 
 from tunedcomm import kernels
 from tunedcomm.db import engine
@@ -26,7 +26,7 @@ from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.dispatch.launches import wrap_launch
 from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, why_no_kernel
 
 
@@ -191,11 +191,6 @@ def _own_counters() -> Iterator[None]:
     misses._forget()
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    return tmp_path / "misses.jsonl"
-
-
 def launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
     """What every plan here launches."""
 
@@ -205,21 +200,13 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
     kernels.discover()
     limits = limits_for(H200, 4)
     stored = real_trial("lamport", 4.0, problem=TUNED)
-    row = Row(
-        problem=TUNED,
-        candidate=stored.candidate,
-        source_hash=stored.source_hash,
-        environment=H200,
-        latency_p50_us=4.0,
-        baseline_p50_us=14.0,
-        final=True,
-    )
+    tuned = row("lamport", 4.0, problem=TUNED, candidate=stored.candidate, source_hash=stored.source_hash)
     return SimpleNamespace(
         rank=rank,
         device=SimpleNamespace(type="cuda"),
         limits=limits,
         environment=H200,
-        snapshot=Snapshot(environment=H200, world_size=4, rows=(row,)),
+        snapshot=Snapshot(environment=H200, world_size=4, rows=(tuned,)),
         settings=SimpleNamespace(mode=mode, forced={}, check=(0, False)),
         quarantined={},
         noted=None,
@@ -234,37 +221,37 @@ def call(problem: Problem, times: int = 1, **changes: Any) -> None:
         plan.launch((), (), 0)
 
 
-def test_a_tuned_plan_launches_what_was_bound(log: Path) -> None:
+def test_a_tuned_plan_launches_what_was_bound(path: Path) -> None:
     plan = plan_for(communicator(), TUNED, "default")
     assert plan.decision.source == "exact"
     assert plan.launch is launch, "nothing may come between a tuned call and its kernel"
     plan.launch((), (), 0)
     misses.flush()
-    assert not log.exists()
+    assert not path.exists()
 
 
-def test_a_missed_plan_counts_its_calls(log: Path) -> None:
+def test_a_missed_plan_counts_its_calls(path: Path) -> None:
     near = Problem("all_reduce", (98304 + 512,), "bfloat16", 4)
     call(UNTUNED, 3)
     call(near, 5)
     call(UNTUNED, 4)
-    assert not log.exists(), "no file is touched in a call"
+    assert not path.exists(), "no file is touched in a call"
     misses.flush()
-    found, skipped = read(log)
+    found, skipped = read(path)
     assert skipped == 0
     assert [(m.problem, m.count, m.source) for m in found] == [(UNTUNED, 7, "library"), (near, 5, "interpolated")]
     assert found[0].hard_key == H200.hard_key
     misses.flush()
-    assert log.read_bytes().count(b'{"count"') == 2, "nothing new, nothing written"
+    assert path.read_bytes().count(b'{"count"') == 2, "nothing new, nothing written"
     call(near)
     misses.flush()
-    assert sum(m.count for m in read(log)[0]) == 13
+    assert sum(m.count for m in read(path)[0]) == 13
 
 
-def test_only_the_first_rank_counts(log: Path) -> None:
+def test_only_the_first_rank_counts(path: Path) -> None:
     assert plan_for(communicator(rank=1), UNTUNED, "default").launch is launch
     misses.flush()
-    assert not log.exists()
+    assert not path.exists()
 
 
 def test_what_no_kernel_can_run_is_no_miss() -> None:
@@ -310,7 +297,7 @@ def test_a_log_that_cannot_be_written_costs_one_warning(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["directory", "fifo", "file"]
 
 
-def test_a_forked_child_does_not_count_for_its_parent(log: Path) -> None:
+def test_a_forked_child_does_not_count_for_its_parent(path: Path) -> None:
     call(UNTUNED, 5)
     child = os.fork()
     if child == 0:
@@ -319,6 +306,6 @@ def test_a_forked_child_does_not_count_for_its_parent(log: Path) -> None:
         finally:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert not log.exists()
+    assert not path.exists()
     misses.flush()
-    assert read(log)[0][0].count == 5
+    assert read(path)[0][0].count == 5

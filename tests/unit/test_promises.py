@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 TESTS: dict[str, tuple[str, ...]] = {
     # 1. Never wrong
     "Dispatch uses a candidate only if it passed": (
-        "unit/test_db_snapshot.py::test_only_ok_rows_of_this_hardware_and_world_size",
-        "unit/test_db_snapshot.py::test_a_candidate_that_failed_later_is_dropped_from_every_layer",
+        "unit/test_db_layers.py::test_only_ok_rows_of_this_hardware_and_world_size",
+        "unit/test_db_layers.py::test_a_candidate_that_failed_later_is_dropped_from_every_layer",
         "unit/test_selection_select.py::test_candidates_that_failed_in_the_family_are_not_interpolated",
         "unit/test_selection_select.py::test_an_empty_snapshot_gives_the_library",
         "multirank/test_tuner_faults.py::test_bad_variant_is_recorded_once",
