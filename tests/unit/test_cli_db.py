@@ -190,6 +190,11 @@ def test_pins_are_listed_and_shown(stored: str) -> None:
     assert "ticket 12" not in run("db", "list", "--db", stored, "--hardware", "A100").out
 
 
+def test_an_empty_database_is_told_how_to_be_filled(tmp_path: Path) -> None:
+    shown = run("db", "list", "--db", record(tmp_path / "empty.db"))
+    assert (shown.code, "tunedcomm tune" in shown.out) == (0, True)
+
+
 def test_unordered_variant_is_said_to_serve_few(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     known = get_variant("all_reduce", "lamport")
     monkeypatch.setitem(spec._variants, ("all_reduce", "loose"), replace(known, name="loose", numerics="unordered"))

@@ -118,6 +118,9 @@ def test_defects_are_not_hidden(explain_fails: Callable[[BaseException], None]) 
 
 
 def test_version_completion_and_stopping(explain_fails: Callable[[BaseException], None]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main.run(["--version"])
+    assert left.value.code == 0
     assert VERSION in run("--version").out
     explain_fails(KeyboardInterrupt())
     assert run(*EXPLAIN).code == 130
