@@ -63,6 +63,19 @@ def test_explain_says_where_the_mode_makes_a_call_raise(stored: str, monkeypatch
     assert "InfeasibleError" in explain(stored, "--op", "all_to_all").out
 
 
+def test_explain_says_what_the_same_bits_cost(tmp_path: Path) -> None:
+    """Where an ordered variant is measured, and something else runs."""
+    times = {"library": 3.0, "lamport": 4.0, "two_shot": 7.0}
+    stored = record(tmp_path / "near.db", *(real_trial(name, us, baseline_p50_us=3.0) for name, us in times.items()))
+    (line,) = (line for line in explain(stored).out.splitlines() if line.split()[0] == "ordered")
+    assert line.split()[1].startswith("lamport(")
+    assert line.endswith("4.00 µs, +33%")
+    for policy, variant, ordered_us in (("default", "library", 4.0), ("ordered", "lamport", None)):
+        answer = explain(stored, "--json", "--numerics", policy).json
+        assert (answer["variant"], answer["ordered_us"]) == (variant, ordered_us)
+        assert (answer["ordered"] is None) == (ordered_us is None)
+
+
 def test_explain_says_why_others_were_passed_over(stored: str) -> None:
     """With --all; but no variant that never runs on that machine."""
     few = explain(stored).out.splitlines()

@@ -119,6 +119,7 @@ def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
         decision = dispatcher.note_force_mode(decision, settings.mode())
         if not with_left_out:
             return Choice(problem, environment, decision)
+        decision = dispatcher.beside_ordered(decision, problem, snapshot, limits, max_sms=options.max_sms)
         stored = _stored_reasons(problem, environment, layers)
         left_out = _left_out(problem, decision, limits, options.numerics, stored)
         other = None if snapshot.rows else nearest(environment, stored_environments(layers, is_quiet=True))
@@ -193,10 +194,13 @@ def _why_not(variant: Variant, problem: Problem, limits: Limits) -> str | None:
 
 
 def explanation(choice: Choice) -> list[str]:
-    """The decision in three lines, and below it what is unusual about the evidence."""
+    """The decision in three lines; below it the cost of the same bits, and what is unusual about the evidence."""
     problem, environment, decision = choice.problem, choice.environment, choice.decision
     why = decision.why.replace(str(decision.candidate), "it")
     entries = [("runs", str(decision.candidate)), (decision.source, why)]
+    if decision.ordered_us is not None and decision.latency_us is not None:
+        cost = decision.ordered_us / decision.latency_us - 1
+        entries.append(("ordered", f"{decision.ordered}, {format_us(decision.ordered_us)} µs, {cost:+.0%}"))
     if (measured_in := decision.environment) is not None:
         if drift := environment.drift(measured_in):
             entries.append(("measured", f"before this changed: {', '.join(drift)}"))

@@ -76,6 +76,19 @@ def decide(
     return choose(snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms)
 
 
+def beside_ordered(
+    decision: Decision, problem: Problem, snapshot: Snapshot, limits: Limits, *, max_sms: int | None = None
+) -> Decision:
+    """Add what the policy `ordered` would run, if it is another candidate and both latencies are known."""
+    try:
+        other = decide(problem, snapshot, limits, policy="ordered", max_sms=max_sms)
+    except InfeasibleError:
+        return decision
+    if other.candidate == decision.candidate or None in (other.latency_us, decision.latency_us):
+        return decision
+    return replace(decision, ordered=other.candidate, ordered_us=other.latency_us)
+
+
 def note_force_mode(decision: Decision, mode: str) -> Decision:
     """Append a note to the reason if TUNEDCOMM_MODE=force would raise."""
     if mode != "force" or decision.is_answered:

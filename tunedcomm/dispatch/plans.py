@@ -26,6 +26,7 @@ from tunedcomm.dispatch.communicator import (
     on_release,
 )
 from tunedcomm.dispatch.dispatcher import (
+    beside_ordered,
     check_limit,
     check_policy,
     decide,
@@ -209,6 +210,7 @@ def explain(
         )
     check_policy(policy)
     decision = _decision(communicator, problem, communicator.policy(policy), max_sms)
+    decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
     return note_force_mode(decision, communicator.settings.mode)
 
 

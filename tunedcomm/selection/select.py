@@ -158,6 +158,8 @@ class Decision:
         runner_up: the fastest other challenger, None if there was none.
         trial_id, layer, environment: the trial that decided, and where it was measured.
         passed_over: every other candidate that was looked at, with the reason.
+        ordered, ordered_us: in an explanation, what numerics="ordered" would run and its expected latency, if it is
+            another candidate and both latencies are known; else None.
     """
 
     candidate: Candidate
@@ -171,6 +173,8 @@ class Decision:
     layer: str | None = None
     environment: Environment | None = None
     passed_over: tuple[tuple[str, str], ...] = ()
+    ordered: Candidate | None = None
+    ordered_us: float | None = None
 
     @property
     def is_answered(self) -> bool:
@@ -185,6 +189,7 @@ class Decision:
             "config": self.candidate.config_dict,
             **plain,
             "runner_up": None if self.runner_up is None else str(self.runner_up),
+            "ordered": None if self.ordered is None else str(self.ordered),
             "environment": None if self.environment is None else asdict(self.environment),
             "passed_over": [list(entry) for entry in self.passed_over],
         }
