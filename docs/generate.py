@@ -23,9 +23,13 @@ from typer.models import ArgumentInfo
 import tunedcomm
 from tunedcomm import errors, kernels
 from tunedcomm.cli.main import app
+from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.schema import Base, WorkingBase
+from tunedcomm.db.store import Database
+from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.settings import SETTINGS
-from tunedcomm.spec import ops, variants
+from tunedcomm.spec import DTYPES, OpSpec, ops, variants
+from tunedcomm.symm.layout import limits_for
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -82,6 +86,14 @@ def _option(name: str, annotation: Any, default: object) -> tuple[str, ...]:
     return code(names), value + (", several" if several else ""), shown, cell(info.help or "")
 
 
+def _of_verbs(row: tuple[str, ...], found: dict[str, list[tuple[str, ...]]], often: Counter[str]) -> tuple[str, ...]:
+    """A common option; with its verbs, where an option of that name means something else for others."""
+    if often[row[0]] == 1:
+        return row
+    verbs = code(name.removeprefix("tunedcomm ") for name, rows in found.items() if row in rows)
+    return (*row[:-1], f"{row[-1]} ({verbs})")
+
+
 def commands() -> str:
     """Every verb with its options; those that verbs have in common stand in a table of their own."""
     verbs, found = dict(_verbs(typer.main.get_command(app), "tunedcomm")), {}
@@ -89,20 +101,19 @@ def commands() -> str:
         hints = typing.get_type_hints(verb, include_extras=True)
         held = [one for one in inspect.signature(verb).parameters.values() if one.name not in ("as_json", "context")]
         found[name] = [_option(one.name, hints[one.name], one.default) for one in held]
-    common: dict[str, tuple[str, ...]] = {}
-    for row, held_by in Counter(row for rows in found.values() for row in rows).most_common():
-        if held_by > 1:
-            common.setdefault(row[0], row)
+    held = Counter(row for rows in found.values() for row in rows)
+    common = [row for row, times in held.items() if times > 1]
+    often = Counter(name for name, *_ in common)
     heads = dict.fromkeys(("option", "value", "default", ""), "l")
-    lines = ["## Common options", "", table(heads, common.values())]
+    lines = ["## Common options", "", table(heads, [_of_verbs(row, found, often) for row in sorted(common)])]
     for name, rows in found.items():
         text, *examples = inspect.cleandoc(verbs[name].__doc__ or "").split("Example:")
         lines += ["", f"## {name}", ""]
         lines += [line for part in text.strip().split("\n\n") for line in (" ".join(part.split()), "")]
         lines += ["```bash", *(" ".join(part.split()) for part in examples), "```"]
-        if own := [row for row in rows if row not in common.values()]:
+        if own := [row for row in rows if row not in common]:
             lines += ["", table(heads, own)]
-        if shared := [row[0] for row in rows if row in common.values()]:
+        if shared := [row[0] for row in rows if row in common]:
             lines += ["", f"[Common options](#common-options): {', '.join(shared)}."]
     return "\n".join(lines)
 
@@ -218,8 +229,23 @@ def tolerances() -> str:
     return table({"op": "l", **{f"`{name}`": "r" for name in names}}, lines)
 
 
+def op_problems() -> str:
+    """Every op's problems: shape, dtypes that kernels take, reductions, and the parts of layouts and scalings."""
+    lines = []
+    for spec in ops().values():
+        parts = [dict.fromkeys(part for text in held for part in text.split("+") if part) for held in _texts(spec)]
+        dtypes = "any" if set(spec.dtypes) == set(DTYPES) else ", ".join(spec.dtypes)
+        lines.append([f"`{spec.name}`", cell(spec.shape_help), dtypes, *map(code, (spec.reductions, *parts))])
+    heads = ("op", "shape", "dtypes of kernels", "reductions", "parts of layouts", "parts of scalings")
+    return table(dict.fromkeys(heads, "l"), [["" if one == '`""`' else one for one in line] for line in lines])
+
+
+def _texts(spec: OpSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return spec.layouts, spec.scalings
+
+
 def op_sections() -> str:
-    """Every op: its function, what a problem may be, and its variants."""
+    """Every op: its function and its variants."""
     times, lines = _described(), []
     for spec in ops().values():
         told, signature = (
@@ -233,19 +259,12 @@ def op_sections() -> str:
         lines += [table({"parameter": "l", "": "l"}, rows), "", f"Returns {' '.join((told.returns, *told.notes))}", ""]
         own = [each for each in told.sections["Raises"].items() if times[each] < 3]
         lines += [*(f"- `{name}`: {text}" for name, text in own), ""] if own else []
-        lines += [f"- Shape of a problem: {spec.shape_help}.", f"- Dtypes of kernels: {', '.join(spec.dtypes)}."]
-        for title, held in (
-            ("Reductions", spec.reductions),
-            ("Layouts", spec.layouts),
-            ("Scalings", spec.scalings),
-        ):
-            lines += [f"- {title}: {code(held)}."] if any(held) else []
         rows = []
         for variant in variants(spec.name).values():
             forced = "" if variant.bounded or "forced only" in variant.summary else "; forced only"
             count = sum(1 for _ in variant.space.enumerate())
             rows.append([f"`{variant.name}`", variant.numerics, variant.summary + forced, str(count)])
-        lines += ["", table({"variant": "l", "numerics": "l", "algorithm": "l", "configs": "r"}, rows), ""]
+        lines += [table({"variant": "l", "numerics": "l", "algorithm": "l", "configs": "r"}, rows), ""]
     return "\n".join(lines[:-1])
 
 
@@ -315,19 +334,20 @@ _GEMM_PEERS = {"cublas": "cuBLAS alone", "torch_fused": "PyTorch fused", "librar
 def measured(name: str, op: str, ranks: int, peers: dict[str, str], mode: str = "graph", step: int = 2) -> str:
     """Medians in µs of the newest run of every `step`-th size; the ratio is that of the last peer's time to ours.
 
-    A peer that the newest run lacks is taken from the newest run that has it.
+    A peer that the newest run lacks is taken from the newest run that has it. `op` may be several, separated by spaces.
     """
-    lines, against = [], list(peers)[-1]
-    held = runs(name, op, ranks, mode)
-    peers = {peer: head for peer, head in peers.items() if any(peer in one for every in held.values() for one in every)}
-    for shape, run in list(newest(name, op, ranks, mode, next(iter(peers)), against).items())[::step]:
-        cells = [us(next((one for one in (run, *held[shape]) if peer in one), {}), peer) for peer in peers]
-        variant = run["tuned"]["config"].partition("(")[0]
-        lines.append(
-            [size_of(run), *cells, us(run, "tuned"), f"{p50(run, against) / p50(run, 'tuned'):.2f}", f"`{variant}`"]
-        )
+    lines, against, several = [], list(peers)[-1], op.split()
+    for each in several:
+        held = runs(name, each, ranks, mode)
+        known = [peer for peer in peers if any(peer in one for every in held.values() for one in every)]
+        for shape, run in list(newest(name, each, ranks, mode, known[0], against).items())[::step]:
+            cells = [us(next((one for one in (run, *held[shape]) if peer in one), {}), peer) for peer in peers]
+            ratio, variant = p50(run, against) / p50(run, "tuned"), run["tuned"]["config"].partition("(")[0]
+            lines.append([f"`{each}`", size_of(run), *cells, us(run, "tuned"), f"{ratio:.2f}", f"`{variant}`"])
     heads = dict.fromkeys((*peers.values(), "tunedcomm", f"{peers[against]} / tunedcomm"), "r")
-    return table({"size": "l", **heads, "variant": "l"}, lines)
+    if len(several) > 1:
+        return table({"op": "l", "size": "l", **heads, "variant": "l"}, lines)
+    return table({"size": "l", **heads, "variant": "l"}, [line[1:] for line in lines])
 
 
 def all_reduce_host() -> str:
@@ -367,7 +387,15 @@ def columns(name: str, heads: dict[str, str]) -> str:
     return table(dict.fromkeys(heads.values(), "r"), [[row[column] for column in heads] for row in rows_of(name)])
 
 
-_REGRET = {"world_size": "GPUs", "rule": "rule", "regret_mean": "mean regret", "regret_worst": "worst regret"}
+def regret() -> str:
+    """Mean and worst regret of every rule, by number of GPUs."""
+    heads, lines = {"rule": "l"}, defaultdict[str, list[str]](list)
+    for row in rows_of("replay/regret_rules_h200.csv"):
+        heads |= {f"{kind}, {row['world_size']} GPUs": "r" for kind in ("mean", "worst")}
+        lines[row["rule"]] += [row["regret_mean"], row["regret_worst"]]
+    return table(heads, [[rule, *cells] for rule, cells in lines.items()])
+
+
 _SCALE = {"workers": "workers", "killed": "killed", "trials": "trials", "trials_per_s": "trials/s"}
 _SCALE |= {"ideal_per_s": "ideal", "claim_ms_p50": "claim p50, ms", "record_ms_p50": "record p50, ms"}
 _SCALE |= {"server_cpu_ms": "server CPU, ms/trial", "lost": "lost", "doubled": "doubled"}
@@ -384,6 +412,41 @@ def shipped() -> str:
     return table({"file": "l", "ranks": "r", "ops": "l", "trials": "r", "SHA-256 begins": "l"}, lines)
 
 
+def same_bits() -> str:
+    """The cost of numerics="ordered" at the shipped problems of ops that sum or multiply, by op and number of GPUs."""
+    same, other, unknown = Counter[Any](), defaultdict[Any, list[float]](list), Counter[Any]()
+    for path in sorted((ROOT / "tuning_db").glob("*.db")):
+        manifest = json.loads(path.with_name(f"{path.name}.manifest.json").read_text(encoding="utf-8"))
+        with Database.open(path, immutable=True) as database:
+            environment = database.environments()[0]
+        for ranks in manifest["world_sizes"]:
+            snapshot = load_snapshot(environment, ranks, layers=[Layer("packaged", str(path))], strict=True)
+            for problem in {row.problem: None for row in snapshot.rows}:
+                if problem.op in ("all_gather", "all_to_all"):
+                    continue
+                limits, place = limits_for(environment, ranks), (problem.op, ranks)
+                default, ordered = (decide(problem, snapshot, limits, policy=one) for one in ("default", "ordered"))
+                if ordered.candidate == default.candidate:
+                    same[place] += 1
+                elif ordered.latency_us and default.latency_us:
+                    other[place].append(ordered.latency_us / default.latency_us)
+                else:
+                    unknown[place] += 1
+    places = {*same, *other, *unknown}
+    counts = sorted({ranks for _, ranks in places})
+
+    def shown(place: tuple[str, int]) -> str:
+        ratios = other.get(place, [])
+        parts = [f"{same[place]} the same"] if same[place] else []
+        parts += (
+            [f"{len(ratios)} at {' to '.join(dict.fromkeys(f'{f(ratios):.2f}' for f in (min, max)))}"] if ratios else []
+        )
+        return ", ".join([*parts, *([f"{unknown[place]} not measured"] if unknown[place] else [])])
+
+    lines = [[f"`{op}`", *(shown((op, ranks)) for ranks in counts)] for op in sorted({op for op, _ in places})]
+    return table({"op": "l", **{f"{ranks} GPUs": "l" for ranks in counts}}, lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "settings": settings,
@@ -391,21 +454,21 @@ PARTS: dict[str, Callable[[], str]] = {
     "schema": schema,
     "ops": ops_overview,
     "tolerances": tolerances,
+    "op problems": op_problems,
     "op sections": op_sections,
     "all_reduce, CPU": all_reduce_host,
-    "all_reduce, 4 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 4, _PEERS, step=1),
+    "all_reduce, 4 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 4, _PEERS),
     "all_reduce, 2 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 2, _PEERS),
     "all_reduce, eager": lambda: measured(ALL_REDUCE, "all_reduce", 4, _PEERS, "eager", step=1),
+    "collectives": lambda: measured(COLLECTIVES, "all_gather reduce_scatter all_to_all", 4, {"library": "NCCL"}),
     "all_reduce_rms_norm": lambda: measured(COLLECTIVES, "all_reduce_rms_norm", 4, _NORM_PEERS),
+    "fused GEMMs": lambda: measured(GEMMS, "gemm_rs ag_gemm gemm_ar", 4, _GEMM_PEERS),
+    "same bits": same_bits,
     "llama": llama,
-    "regret": lambda: columns("replay/regret_rules_h200.csv", _REGRET),
+    "regret": regret,
     "scale": lambda: columns("replay/scale_replay.csv", _SCALE),
     "shipped": shipped,
 }
-for _op in ("all_gather", "reduce_scatter", "all_to_all"):
-    PARTS[_op] = functools.partial(measured, COLLECTIVES, _op, 4, {"library": "NCCL"})
-for _op in ("gemm_rs", "ag_gemm", "gemm_ar"):
-    PARTS[_op] = functools.partial(measured, GEMMS, _op, 4, _GEMM_PEERS)
 _BARE = r"^\| message \| gloo.+\n(?:\|.+\n)+"  # the README's table has no such lines: its head tells
 _PART = re.compile(rf"(?m)(<!-- begin generated (.+?) -->\n)(?s:.*?)(<!-- end generated \2 -->)|{_BARE}")
 

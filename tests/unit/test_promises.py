@@ -73,6 +73,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_selection_select.py::test_numerics_policy",
         "multirank/test_dispatch.py::test_numerics_policies",
     ),
+    "Under `ordered` a part of a batch": (
+        "multirank/test_slices.py::test_slices",
+        "gpu/test_stress_gpu.py::test_slices_have_the_bits_of_the_whole",
+        "multirank/test_numerics.py::test_numerics[a_block_fused]",
+    ),
     # 5. Graphs and streams
     "Every variant can be captured": (
         "gpu/test_bodies_gpu.py::test_body",
@@ -86,6 +91,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "`explain` names the layer": (
         "unit/test_cli_explain.py::test_explain_says_on_what_evidence",
         "unit/test_cli_explain.py::test_explain_says_why_others_were_passed_over",
+        "unit/test_cli_explain.py::test_explain_says_what_the_same_bits_cost",
         "unit/test_selection_select.py::test_the_fastest_challenger_wins_and_says_by_how_much",
     ),
     # 7. A lost peer is an error
