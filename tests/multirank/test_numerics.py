@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Launched, inputs_of, replaced, report, run_cases, same_bits, settings, spy_on_launches
-from harness import run_ranks
+from cases import Launched, Ranks, inputs_of, replaced, same_bits, settings, spy_on_launches
+from fusion_samples import compiled
+from slices import OPS, database, some_candidates
+from test_fusion_models import step, tensor_parallel_layers
+from test_intercept_models import TOKENS, WIDTH, Mlp, local, x_of
+from torch.distributed.device_mesh import init_device_mesh
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
@@ -27,6 +32,14 @@ ROWS = ("all_reduce_bias", "all_reduce_rms_norm")
 launched: list[Launched] = []
 
 
+def watch(rank: int) -> None:
+    for op in (*OPS, "all_gather"):
+        spy_on_launches(launched, op)
+
+
+RANKS = Ranks(setup=watch)
+
+
 def ran(call: object) -> str:
     launched.clear()
     assert callable(call)
@@ -35,7 +48,7 @@ def ran(call: object) -> str:
     return seen.variant
 
 
-def a_calls_own_policy_wins(rank: int) -> None:
+def test_a_calls_own_policy_wins(rank: int) -> None:
     x, expected = inputs_of(rank, WORLD_SIZE, NUMEL)
     asked = Problem("all_reduce", (NUMEL,), "float32", WORLD_SIZE, mode="eager")
     for _ in range(2):
@@ -54,7 +67,7 @@ def a_calls_own_policy_wins(rank: int) -> None:
             raise AssertionError
 
 
-def repeated_calls_ask_no_more_than_before(rank: int) -> None:
+def test_repeated_calls_ask_no_more_than_before(rank: int) -> None:
     """Every policy keeps its own fast calls, so that blocks which come and go cost repeated calls nothing."""
     x = torch.ones(NUMEL)
     blocks = [contextlib.nullcontext, lambda: tunedcomm.numerics("ordered"), lambda: tunedcomm.numerics("any")]
@@ -76,7 +89,7 @@ def repeated_calls_ask_no_more_than_before(rank: int) -> None:
     each_block()
 
 
-def gradients_follow_the_policy(rank: int) -> None:
+def test_gradients_follow_the_policy(rank: int) -> None:
     x = torch.ones(NUMEL, requires_grad=True)
     total = tunedcomm.all_reduce(x).sum()
     with tunedcomm.numerics("ordered"):
@@ -85,7 +98,7 @@ def gradients_follow_the_policy(rank: int) -> None:
         y.backward()
 
 
-def the_variable(rank: int) -> None:
+def test_the_variable(rank: int) -> None:
     x = torch.ones(NUMEL)
     with settings({"TUNEDCOMM_NUMERICS": "ordered"}):
         assert ran(lambda: tunedcomm.all_reduce(x)) != "library"
@@ -96,7 +109,7 @@ def the_variable(rank: int) -> None:
             tunedcomm.all_reduce(x)
 
 
-def ranks_must_agree(rank: int) -> None:
+def test_ranks_must_agree(rank: int) -> None:
     mine = "ordered" if rank else "default"
     with settings({"TUNEDCOMM_NUMERICS": mine}), pytest.raises(tunedcomm.AgreementError, match="numerics"):
         tunedcomm.all_reduce(torch.ones(4))
@@ -109,7 +122,7 @@ def ranks_must_agree(rank: int) -> None:
             tunedcomm.all_reduce(torch.ones(4))
 
 
-def interception(rank: int) -> None:
+def test_interception(rank: int) -> None:
     x, expected = inputs_of(rank, WORLD_SIZE, NUMEL)
     with tunedcomm.intercept(numerics="ordered") as calls:
         y = x.clone()
@@ -127,7 +140,7 @@ def interception(rank: int) -> None:
         assert (calls.num_served, calls.num_passed_on) == (1, 1)
 
 
-def serving(rank: int) -> None:
+def test_serving(rank: int) -> None:
     x, expected = inputs_of(rank, WORLD_SIZE, NUMEL)
     adapter = tunedcomm.ServingAllReduce(numerics="ordered")
     assert adapter.should_use(x)
@@ -136,7 +149,7 @@ def serving(rank: int) -> None:
         tunedcomm.ServingAllReduce(numerics="ordered", max_bytes=64)
 
 
-def inputs_that_no_kernel_takes(rank: int) -> None:
+def test_inputs_that_no_kernel_takes(rank: int) -> None:
     """fp64, integers, max, rows that are no whole packets, pieces: the bits of the rule, and never the library."""
     with tunedcomm.numerics("ordered"), replaced(in_order, "_PIECE_BYTES", 256):
         calls: list[tuple[str, dict[str, Any]]] = [
@@ -168,33 +181,72 @@ def due_of(asked: Problem, everyone: list[tuple[torch.Tensor, ...]], rank: int) 
     return spec.reference(asked, everyone, rank)
 
 
-CASES: dict[str, Case] = {
-    case.__name__: case
-    for case in (
-        a_calls_own_policy_wins,
-        repeated_calls_ask_no_more_than_before,
-        gradients_follow_the_policy,
-        the_variable,
-        ranks_must_agree,
-        interception,
-        serving,
-        inputs_that_no_kernel_takes,
-    )
-}
+def variants_of(ops: Sequence[str]) -> None:
+    """Of what was launched: nothing by the library, and all of these ops."""
+    assert {seen.problem.op for seen in launched} == set(ops)
+    assert "library" not in {seen.variant for seen in launched}, launched
 
 
-def body(rank: int, world_size: int) -> dict[str, str]:
-    for op in ("all_reduce", "reduce_scatter", *ROWS):
-        spy_on_launches(launched, op)
-    os.environ.pop("TUNEDCOMM_NUMERICS", None)
-    return run_cases(CASES, rank)
+def whatever_is_tuned(run: Callable[[], torch.Tensor], ops: Sequence[str]) -> None:
+    """A decode step is the same, bit by bit, from each of several databases, and without one."""
+    communicator, shuffle, chosen = get_communicator(), random.Random(3), set()
+    before, expected = communicator.snapshot, run()
+    problems = list({seen.problem: None for seen in launched})
+    candidates = []
+    for op in ops:
+        candidates += some_candidates(communicator, [each for each in problems if each.op == op], shuffle, 8)
+    for _ in range(4):
+        communicator.replace_snapshot(database(communicator, problems, candidates, shuffle))
+        launched.clear()
+        assert same_bits(run(), expected)
+        variants_of(ops)
+        chosen.add(tuple((seen.variant, *seen.config.items()) for seen in launched))
+    assert len(chosen) > 1, "the databases differ in nothing"
+    communicator.replace_snapshot(before)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=120)
+def test_a_block_intercepted(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    model, x = tensor_parallel_layers(mesh).bfloat16(), x_of(rank, TOKENS, WIDTH, same=True).bfloat16()
+    with tunedcomm.intercept(numerics="ordered") as calls:
+        launched.clear()
+        step(model, model, x)
+        variants_of(["all_reduce"])
+        with torch.no_grad():
+            whatever_is_tuned(lambda: local(model(x[:1])), ["all_reduce"])
+        assert calls.num_passed_on == 0, str(calls)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_numerics(outcomes: list[dict[str, str]], name: str) -> None:
-    report(outcomes, name)
+def test_a_block_fused(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    model, x = tensor_parallel_layers(mesh).bfloat16(), x_of(rank, TOKENS, WIDTH, same=True).bfloat16()
+
+    def fused() -> Any:
+        return compiled(model, tunedcomm.fusion_pass(mesh.get_group(), when="always", numerics="ordered"))
+
+    with tunedcomm.intercept(numerics="ordered") as calls:  # for what the pass leaves
+        launched.clear()
+        step(model, fused(), x)
+        variants_of(["all_reduce", "gemm_ar"])
+        with torch.no_grad():
+            decode = fused()
+            launched.clear()
+            whatever_is_tuned(lambda: local(decode(x[:2])), ["all_reduce", "all_reduce_rms_norm", "gemm_ar"])
+        assert calls.num_passed_on == 0, str(calls)
+
+
+def test_a_block_served(rank: int) -> None:
+    adapter = tunedcomm.ServingAllReduce(numerics="ordered")
+    torch.manual_seed(rank)
+    layers, x = [Mlp().bfloat16() for _ in range(2)], x_of(rank, 1, WIDTH, same=True).bfloat16()
+
+    def decode() -> torch.Tensor:
+        h = x
+        for layer in layers:
+            assert adapter.should_use(h)
+            h = h + adapter.all_reduce(layer(h))
+        return h
+
+    launched.clear()
+    with torch.no_grad():
+        whatever_is_tuned(decode, ["all_reduce"])

@@ -24,9 +24,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "multirank/test_tuner_faults.py::test_bad_variant_is_recorded_once",
         "multirank/test_checks.py::test_it_raises_on_every_rank_and_the_library_takes_over",
     ),
-    'Where `numerics="ordered"` excludes the library': (
-        "multirank/test_numerics.py::test_numerics[a_calls_own_policy_wins]",
-    ),
+    'Where `numerics="ordered"` excludes the library': ("multirank/test_numerics.py::test_a_calls_own_policy_wins",),
     "Borrowed rows carry over the check": (
         "unit/test_selection_borrow.py::test_nothing_is_borrowed_unasked",
         "unit/test_selection_borrow.py::test_where_this_hardware_has_no_answer_both_rules_serve",
@@ -76,7 +74,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "Under `ordered` a part of a batch": (
         "multirank/test_slices.py::test_slices",
         "gpu/test_stress_gpu.py::test_slices_have_the_bits_of_the_whole",
-        "multirank/test_numerics.py::test_numerics[a_block_fused]",
+        "multirank/test_numerics.py::test_a_block_fused",
     ),
     # 5. Graphs and streams
     "Every variant can be captured": (
