@@ -15,7 +15,7 @@ RANKS = Ranks(env=HOST, timeout=3000 if FULL else 240, forget=False)
 
 @pytest.mark.timeout(3600 if FULL else 300)
 @pytest.mark.parametrize("op", OPS)
-def test_slices(op: str, rank: int) -> None:
+def test_slices(rank: int, op: str) -> None:
     draws = Draws(get_communicator(), op)
     ran = compare(draws, BATCHES, 4)
     assert len(ran) > 1, "one variant says nothing of another"
