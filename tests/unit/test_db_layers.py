@@ -257,6 +257,9 @@ def test_the_newest_row_of_a_candidate_is_kept(tmp_path: Path) -> None:
     assert [r.latency_p50_us for r in load_snapshot(H200, 4, layers=[layer]).rows] == [6.0]
     layer = stored(tmp_path / "finals.db", replace(newer, final=True), replace(older, final=True))
     assert [r.latency_p50_us for r in load_snapshot(H200, 4, layers=[layer]).rows] == [6.0]
+    versions = [replace(newer, environment=OLDER), replace(older, environment=replace(OLDER, torch="2.8.0"))]
+    layer = stored(tmp_path / "versions.db", *versions)
+    assert [r.latency_p50_us for r in load_snapshot(H200, 4, layers=[layer]).rows] == [6.0]
 
 
 def test_all_finals_but_only_the_best_of_each_variant_where_there_are_none(tmp_path: Path) -> None:
