@@ -60,6 +60,7 @@ TUNE = [
     ("--op all_reduce --db sqlite://", "DatabaseAccessError"),
     ("--op all_reduce --db sqlite:///new.db?timeout=5", "DatabaseAccessError"),
     ("--op all_reduce --db /tmp", "directory"),
+    ("--op all_reduce --db .", "directory"),
     ("--op all_reduce --model lama3-70b", "did you mean 'llama3-70b'"),
     ("--op all_reduce --model llama3-8b --shape 4096", "--model or --shape"),
     ("--op all_reduce --model llama3-8b --tp 2 --world-size 4", "--tp"),

@@ -153,7 +153,7 @@ def prepare_file(path: Path, *, create: bool) -> None:
 
 def side_files(path: Path) -> list[Path]:
     """The paths of a file's write-ahead log, rollback journal and shared memory."""
-    return [path.with_name(path.name + suffix) for suffix in ("-wal", "-journal", "-shm")]
+    return [Path(f"{path}{suffix}") for suffix in ("-wal", "-journal", "-shm")]
 
 
 def leftovers(path: Path) -> list[Path]:
