@@ -192,12 +192,15 @@ class ShortSearch(Coordinator):
         return is_library(candidate) and super()._is_doubtful(gang, candidate, status)
 
     def _cost_s(self, problem: Problem) -> float:
-        """Seconds that the first trial of a problem may take, by those of others, whose tensors were smaller."""
+        """Seconds that the first trial of a problem may take, by that of the largest one that ran."""
 
         def size(of: Problem) -> int:
             return max(get_op(of.op).message_bytes(of), _SMALL_BYTES[self._settings.backend])
 
-        return max((s * max(1.0, size(problem) / size(p)) for p, s in self._first_s.items()), default=0.0)
+        if not self._first_s:
+            return 0.0
+        largest = max(self._first_s, key=size)
+        return self._first_s[largest] * max(1.0, size(problem) / size(largest))
 
 
 def run_in_job(
