@@ -14,8 +14,7 @@ import torch.distributed as dist
 from cases import Launched, Ranks, inputs_of, replaced, same_bits, settings, spy_on_launches
 from fusion_samples import compiled
 from slices import OPS, database, some_candidates
-from test_fusion_models import step, tensor_parallel_layers
-from test_intercept_models import TOKENS, WIDTH, Mlp, local, x_of
+from test_models import TOKENS, WIDTH, Mlp, local, step, tensor_parallel_layers, x_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import tunedcomm

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tunedcomm import kernels, settings
-from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
+from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError, UnsupportedInputError
 from tunedcomm.selection.select import Decision, Registered, Source, choose
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
@@ -80,11 +80,13 @@ def beside_ordered(
     decision: Decision, problem: Problem, snapshot: Snapshot, limits: Limits, *, max_sms: int | None = None
 ) -> Decision:
     """Add what the policy `ordered` would run, if it is another candidate and both latencies are known."""
+    if decision.latency_us is None:
+        return decision
     try:
         other = decide(problem, snapshot, limits, policy="ordered", max_sms=max_sms)
-    except InfeasibleError:
+    except (ConfigError, InfeasibleError):
         return decision
-    if other.candidate == decision.candidate or None in (other.latency_us, decision.latency_us):
+    if other.candidate == decision.candidate or other.latency_us is None:
         return decision
     return replace(decision, ordered=other.candidate, ordered_us=other.latency_us)
 
