@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from quick import FULL
+from quick import FULL, some
 from variant_checks import bits_of, inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
@@ -61,7 +61,7 @@ def bits_body(rank: int, world_size: int, shapes: list[tuple[int, int, int, int]
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_bits(world_size: int) -> None:
-    shapes = SHAPES + LARGE if FULL else SHAPES[: 4 if world_size == 2 else 2]
+    shapes = SHAPES + LARGE if FULL else some(SHAPES[: 4 if world_size == 2 else 2], 2)
     counts = run_ranks(world_size, bits_body, shapes, timeout=280)
     assert min(counts) >= 14 * len(shapes)
 
@@ -70,7 +70,7 @@ def grids_body(rank: int, world_size: int) -> None:
     """More pieces than the ring holds, tokens in two parts, call after call on one lane."""
     communicator, shape = get_communicator(), (15, 512, 2, 6)
     grid = {"num_blocks": 2, "num_warps": 1, "split": 2}
-    for seed in range(2):
+    for seed in some(range(2), 2):
         for op, variant in itertools.product(("ep_dispatch", "ep_combine"), ("push", "lamport", "two_phase")):
             if variant not in variants(op):
                 continue
