@@ -11,10 +11,12 @@ import pytest
 from quick import some
 from replay import Replay, SearchRun, recorded, recorded_limits, run_search
 
+from tunedcomm import kernels
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang.protocol import Settings
 from tunedcomm.tuner.in_job import ShortSearch, in_order, is_own, job_settings
 
+kernels.discover()
 SETTINGS = Settings(backend="cuda", world_size=4, trials=160, patience=48)
 WAYS = pytest.mark.parametrize("options", [{}, {"trials": 40, "patience": 12}], ids=["exhaustive", "sampled"])
 
