@@ -34,7 +34,7 @@ AREAS = {
     "ops": [
         "multirank/test_bad_input.py", "multirank/test_fast_calls.py", "multirank/test_dispatch.py",
         "multirank/test_gemm_calls.py", "multirank/test_all_reduce_rms_norm.py", "multirank/test_all_to_all.py",
-        "multirank/test_operators.py", "multirank/test_autograd.py",
+        "multirank/test_operators.py", "multirank/test_autograd.py", "multirank/test_gather_scatter.py",
     ],
 }  # fmt: skip
 
