@@ -64,7 +64,7 @@ class Tuned:
 
 
 class Autotune:
-    """What `autotune` returns; in a `with` block it tunes when the block is left.
+    """The record of a tuning, made by `autotune`; in a `with` block it tunes when the block is left.
 
     Attributes:
         results: the problems that were tuned; empty before, and where nothing was to do.
@@ -191,7 +191,7 @@ def most_wanted(noted: Mapping[Problem, Note]) -> dict[Problem, NumericsPolicy]:
 
 
 def stored_here(problems: Collection[Problem]) -> list[Trial]:
-    """What the user database knows of problems; nothing where it cannot be read."""
+    """The user database's trials of problems; none where it cannot be read."""
     try:
         user = named_layers()[0]
         if is_absent(user):

@@ -234,11 +234,10 @@ class Bencher:
         return [self._timed(problem, contender, calls) for contender in contenders]
 
     def _timed_on_host(self, problem: Problem, contender: Contender) -> measure.Contender:
-        single = self._timed(problem, contender, 1)
-        if measure.is_long(self._probe_us(single)):
-            return single
-        probe_us = self._probe_us(self._timed(problem, contender, 2, lead=True))
-        return self._timed(problem, contender, measure.calls_for(probe_us, on_host=True), lead=True)
+        calls, lead = measure.calls_on_host(
+            lambda calls, lead: self._probe_us(self._timed(problem, contender, calls, lead=lead))
+        )
+        return self._timed(problem, contender, calls, lead=lead)
 
     def _time(self, problem: Problem, contenders: Sequence[Contender], values: Tensors) -> list[Any]:
         """Latencies, of rounds of all; inputs are restored in between, since in place they grow with every launch."""

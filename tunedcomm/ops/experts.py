@@ -36,7 +36,7 @@ _QUANTISED = ("", "token", "group128")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """What `ep_dispatch` returns: this rank's experts' tokens, and what `ep_combine` needs.
+    """The result of `ep_dispatch`: the tokens of this rank's experts, and the fields that `ep_combine` needs.
 
     Attributes:
         tokens: [E_local, capacity, H] if `padded`, [capacity, H] if `contiguous`; e4m3 if quantised. Rows behind an

@@ -528,7 +528,7 @@ def push_results(results, rows, place, row_bytes, packet, here, TOPK: tl.constex
 
 @triton.jit
 def parts_of_sum(results, weights, ids, rows, id_words, at, come, row_bytes, TOPK: tl.constexpr):
-    """What is summed for the token with the first id `at`, by k.
+    """Find the parts of a token's sum by k; its first id is at `at`.
 
     Returns addresses (those of other ranks' results stand from `come` on), weights, which experts are named, of which
     of them there is a result, and the expert where the result is another rank's, else -1.

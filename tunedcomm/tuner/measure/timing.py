@@ -52,16 +52,20 @@ class Contender:
     lead: Callable[[], None] | None = None
 
 
-def is_long(latency_us: float) -> bool:
-    """True if one call is long against the skew of a barrier."""
-    return latency_us >= _LONG_CALL_US
+def calls_on_host(probe_us: Callable[[int, bool], float]) -> tuple[int, bool]:
+    """(launches a round on the host, True if one more leads it).
+
+    Args:
+        probe_us: µs a launch of rounds of so many launches, led or not; the same on every rank.
+    """
+    if probe_us(1, False) >= _LONG_CALL_US:
+        return 1, False
+    return max(1, min(_MAX_CALLS, int(_REPLAY_US / max(probe_us(2, True), 0.1)))), True
 
 
-def calls_for(latency_us: float, *, on_host: bool = False) -> int:
-    """Launches a round for something that takes `latency_us`."""
-    if on_host:
-        return max(1, min(_MAX_CALLS, int(_REPLAY_US / max(latency_us, 0.1))))
-    if is_long(latency_us):
+def calls_for(latency_us: float) -> int:
+    """Launches a round on a device for something that takes `latency_us`."""
+    if latency_us >= _LONG_CALL_US:
         return 3
     return max(_MIN_CALLS, min(_MAX_CALLS, round(_REPLAY_US / max(latency_us, 0.1))))
 

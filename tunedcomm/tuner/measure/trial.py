@@ -424,11 +424,12 @@ class TrialRunner:
         if self._stream is None and get_variant(candidate.op, candidate.variant).kernels:
             return self._make_contender(bench, launch, 1)
         if self._stream is None:
-            (probe,) = self._rounds(bench, [self._make_contender(bench, launch, 1)], 2)
-            if measure.is_long(probe.p50_us):
-                return self._make_contender(bench, launch, 1)
-            (probe,) = self._rounds(bench, [self._make_contender(bench, launch, 2, lead=True)], 2)
-            return self._make_contender(bench, launch, measure.calls_for(probe.p50_us, on_host=True), lead=True)
+            calls, lead = measure.calls_on_host(
+                lambda calls, lead: (
+                    self._rounds(bench, [self._make_contender(bench, launch, calls, lead=lead)], 2)[0].p50_us
+                )
+            )
+            return self._make_contender(bench, launch, calls, lead=lead)
         if not bench.calls:
             (probe,) = self._rounds(bench, [self._make_contender(bench, launch, 10)], 2)
             bench.calls = measure.calls_for(probe.p50_us)
