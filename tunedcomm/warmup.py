@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,11 @@ from tunedcomm.errors import DatabaseError, InfeasibleError, UnsupportedInputErr
 from tunedcomm.metrics import format_us
 from tunedcomm.selection.select import Decision
 from tunedcomm.spec import Candidate, NumericsPolicy, Problem, get_op, why_no_kernel
-from tunedcomm.tuner.gang.protocol import Command, TrialResult
-from tunedcomm.tuner.in_job import ShortSearch, in_order, job_settings, run_in_job
-from tunedcomm.tuner.search.knowledge import Knowledge
-from tunedcomm.tuner.search.sweep import check_problem, hash_if_known, stored_records
-from tunedcomm.tuner.verify import Recheck, Winner, judge, stored_winners
+
+if TYPE_CHECKING:  # a start that has nothing to tune does without the tuner, whose import takes tenths of a second
+    from tunedcomm.tuner.gang.protocol import Command, TrialResult
+    from tunedcomm.tuner.search.knowledge import Knowledge
+    from tunedcomm.tuner.verify import Winner
 
 logger = logging.getLogger("tunedcomm")
 
@@ -119,6 +120,9 @@ class Autotune:
             self._tune(agreed, begin)
 
     def _tune(self, problems: dict[Problem, NumericsPolicy], begin: float) -> None:
+        from tunedcomm.tuner.in_job import ShortSearch, in_order, job_settings, run_in_job
+        from tunedcomm.tuner.search.sweep import hash_if_known
+
         communicator = self.communicator
         before = {problem: decision_on(communicator, problem, policy) for problem, policy in problems.items()}
         options = job_settings(communicator.limits, problems, max(*problems.values(), "default", key=POLICIES.index))
@@ -192,6 +196,8 @@ def most_wanted(noted: Mapping[Problem, Note]) -> dict[Problem, NumericsPolicy]:
 
 def stored_here(problems: Collection[Problem]) -> list[Trial]:
     """The user database's trials of problems; none where it cannot be read."""
+    from tunedcomm.tuner.search.sweep import stored_records
+
     try:
         user = named_layers()[0]
         if is_absent(user):
@@ -303,8 +309,11 @@ def autotune(
     if problems is not None:
         asked = dict.fromkeys(problems)
         for problem in asked:
-            explain(made.communicator, problem)
-            check_problem(problem)
+            decision = decision_on(made.communicator, problem, "default")
+            if decision is None or decision.source in MISSES:  # what is stored has passed
+                from tunedcomm.tuner.search.sweep import check_problem
+
+                check_problem(problem)
         made.tune(dict.fromkeys(asked, "default"))
     return made
 
@@ -327,6 +336,10 @@ def check_winners(communicator: Communicator, noted: Mapping[Problem, Note]) -> 
 
     Nothing is stored. A warning names every winner that does not hold on this machine.
     """
+    from tunedcomm.tuner.in_job import job_settings, run_in_job
+    from tunedcomm.tuner.search.sweep import hash_if_known
+    from tunedcomm.tuner.verify import Recheck, judge, stored_winners
+
     stored: dict[Problem, tuple[Winner, ...]] = {}
     if communicator.rank == 0:
         stored = stored_winners(communicator.snapshot, communicator.limits, hash_if_known, noted.__contains__)
