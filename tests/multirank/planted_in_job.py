@@ -16,7 +16,7 @@ from tunedcomm.spec import Problem, get_variant, register_variant
 
 Tensors = tuple[torch.Tensor, ...]
 Launch = Callable[[Tensors, Tensors, int], None]
-GOOD: Config = {"chunk_kib": 16, "spins": 1}
+GOOD: Config = {"chunk_kib": 16, "spins": 1, "threads": 1}
 STATUS = {"hangs": "hung", "not_by_7": "incorrect", "raises": "crashed", "stale": "incorrect"}
 
 

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from variant_checks import check_variant, inputs_of_all, launch_variant
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.kernels.common.host import REDUCED
 from tunedcomm.kernels.common.reference import reduced
 from tunedcomm.kernels.gemm.op import wanted_of
@@ -56,7 +57,7 @@ def configs() -> Iterator[dict[str, int]]:
     while True:
         for spins in (1, 64, 1024):
             for chunk_kib in (16, 1024, 64):
-                yield {"chunk_kib": chunk_kib, "spins": spins}
+                yield {"chunk_kib": chunk_kib, "spins": spins, "threads": 1}
 
 
 def feasible(problem: Problem, config: dict[str, int]) -> dict[str, int]:
@@ -64,6 +65,19 @@ def feasible(problem: Problem, config: dict[str, int]) -> dict[str, int]:
     limits = get_communicator().limits
     refused = get_variant(problem.op, "host_one_shot").infeasible(problem, config, limits)
     return {**config, "chunk_kib": 16} if refused else config
+
+
+def check_sum(communicator: Communicator, problem: Problem, variant: str, config: dict[str, int], seed: int) -> None:
+    """Launch and compare all bits with those of the sum in rank order."""
+    rank, everyone = communicator.rank, inputs_of_all(problem, seed, KINDS[seed % 2])
+    for (values,) in everyone:
+        if values.is_floating_point():
+            values[0], values[-1] = -0.0, -1e-8  # rounds to −0.0 in a mean of halves
+    mine = everyone[rank][0].clone()
+    (out,) = launch_variant(communicator, problem, variant, (mine,), config)
+    parts = [x if problem.op == "all_reduce" else x.chunk(problem.world_size)[rank] for (x,) in everyone]
+    assert torch.equal(bits_of(out), bits_of(expected_of(problem, parts))), (problem, config)
+    assert problem.in_place or torch.equal(bits_of(mine), bits_of(everyone[rank][0])), "the input is as it was"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -76,19 +90,11 @@ def test_bits_of_sums(rank: int, world_size: int, op: str, variant: str) -> None
     for numel, dtype, reduction in (*some(asked, 5), (ABOVE_THE_RING, "float32", "sum")):
         in_place = op == "all_reduce" and count % 2 == 0
         problem = Problem(op, (numel,), dtype, world_size, reduction=reduction, in_place=in_place, mode="eager")
-        options = (next(turns), {"chunk_kib": 16, "spins": 1})
+        options = (next(turns), {"chunk_kib": 16, "spins": 1, "threads": 1})
         config = next((c for c in options if found.infeasible(problem, c, communicator.limits) is None), None)
         if config is None or (reduction == "avg" and dtype.replace("u", "").startswith("int")):
             continue
-        everyone = inputs_of_all(problem, count, KINDS[count % 2])
-        for (values,) in everyone:
-            if values.is_floating_point():
-                values[0], values[-1] = -0.0, -1e-8  # rounds to −0.0 in a mean of halves
-        mine = everyone[rank][0].clone()
-        (out,) = launch_variant(communicator, problem, variant, (mine,), config)
-        parts = [x if op == "all_reduce" else x.chunk(world_size)[rank] for (x,) in everyone]
-        assert torch.equal(bits_of(out), bits_of(expected_of(problem, parts))), (problem, config)
-        assert in_place or torch.equal(bits_of(mine), bits_of(everyone[rank][0])), "the input is as it was"
+        check_sum(communicator, problem, variant, config, seed=count)
         count += 1
     assert count >= (10 if QUICK else 60)
 
@@ -147,7 +153,7 @@ def test_random_sizes_and_delays(rank: int, world_size: int) -> None:
         numel = numel if op in ("all_reduce", "all_gather") else -(-numel // len(ranks)) * len(ranks)
         x = torch.arange(numel, dtype=torch.int64) * (rank + 1) + call
         if call % 100 == 0 and op == "all_reduce" and numel * 8 >= 4096 * world_size:
-            with tunedcomm.force("all_reduce", variant, {"chunk_kib": 16, "spins": 64}):
+            with tunedcomm.force("all_reduce", variant, {"chunk_kib": 16, "spins": 64, "threads": 1}):
                 wrong += not one_call(op, x, rank, ranks, call, group)
         else:
             wrong += not one_call(op, x, rank, ranks, call, group)
@@ -226,6 +232,28 @@ def test_bits_of_moves(rank: int, world_size: int) -> None:
             check_variant(communicator, problem, "host_one_shot", seed=seed, kind=kind, config=config)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bits_of_several_threads(rank: int, world_size: int) -> None:
+    """Whole chunks and a short last one, and slices too short to share; the caller's number of threads stays."""
+    communicator, config = get_communicator(), {"chunk_kib": 512, "spins": 1, "threads": 2}
+    sums = [(dtype, reduction) for dtype in REDUCED for reduction in ("sum", "avg", "max")]
+    sums = [(d, r) for d, r in some(sums, 5) if r != "avg" or getattr(torch, d).is_floating_point]
+    moves = [(name, "host_one_shot", "uint8", "") for name in MOVES]
+    sums_of = [*(("all_reduce", name) for name in VARIANTS), ("reduce_scatter", "host_one_shot")]
+    before = torch.get_num_threads()
+    for op, variant, dtype, reduction in [(*which, *how) for which in sums_of for how in sums] + moves:
+        numel = (600 << 10) // getattr(torch, dtype).itemsize + 1
+        problem = Problem(op, (numel,), dtype, world_size, reduction=reduction, mode="eager")
+        assert "threads" in str(
+            get_variant(op, variant).infeasible(problem, config, replace(communicator.limits, host_cores=3))
+        )
+        if reduction:
+            check_sum(communicator, problem, variant, config, seed=0)
+        else:
+            check_variant(communicator, problem, variant, config=config)
+        assert torch.get_num_threads() == before
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_bits_of_rows(rank: int, world_size: int) -> None:
     """all_reduce with a bias or a norm, by either algorithm where the message is large enough for it."""
@@ -236,7 +264,8 @@ def test_bits_of_rows(rank: int, world_size: int) -> None:
         for shape in ((1, 1), (3, 7), (5, 264), (70, 1031), (2, 40000)):
             problem = Problem(op, shape, dtype, world_size, layout=layout, scaling=scaling, mode="eager")
             for algorithm in ("one_shot", "two_shot"):
-                config = {"algorithm": algorithm, "chunk_kib": (16, 64)[count % 2], "spins": (1, 64)[count % 2]}
+                chunk_kib, spins = ((16, 1), (64, 64))[count % 2]
+                config = {"algorithm": algorithm, "chunk_kib": chunk_kib, "spins": spins, "threads": 1}
                 if get_variant(op, "host_unfused").infeasible(problem, config, communicator.limits) is None:
                     check_variant(
                         communicator, problem, "host_unfused", seed=count, kind=KINDS[count % 2], config=config

@@ -15,8 +15,9 @@ from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op, 
 
 
 def limits_of(communicator: Communicator) -> Limits:
-    """The communicator's limits, with emulated multicast allowed."""
-    return replace(communicator.limits, emulated_multicast=True)
+    """The communicator's limits, with emulated multicast allowed and a core for every thread of a host."""
+    limits = communicator.limits
+    return replace(limits, emulated_multicast=True, host_cores=limits.host_cores and 64)
 
 
 def inputs_of_all(problem: Problem, seed: int, kind: str) -> list[tuple[torch.Tensor, ...]]:

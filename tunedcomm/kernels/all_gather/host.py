@@ -5,8 +5,6 @@ Numerics: ordered (bits are moved).
 
 from __future__ import annotations
 
-import ctypes
-
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import HostVariant, Stage
 from tunedcomm.kernels.common.variant import Workspace
@@ -20,13 +18,13 @@ class HostOneShot(HostVariant, registered=True):
     summary = "CPU tensors: every rank copies its peers' inputs from shared memory"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        stage, nbytes, memmove = Stage(workspace, problem, config), problem.nbytes, ctypes.memmove
-        mine, addresses, at_own = stage.mine, stage.addresses, stage.ring.rank * nbytes
+        stage, nbytes = Stage(workspace, problem, config), problem.nbytes
+        mine, addresses, copy, at_own = stage.mine, stage.addresses, stage.copy, stage.ring.rank * nbytes
         peers = [rank for rank in range(problem.world_size) if rank != stage.ring.rank]
 
         def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
-            memmove(at_out + at_own + first, at_x + first, size)
+            copy(at_out + at_own + first, at_x + first, size)
             for peer in peers:
-                memmove(at_out + peer * nbytes + first, addresses[peer][slot], size)
+                copy(at_out + peer * nbytes + first, addresses[peer][slot], size)
 
-        return stage.one_pass(lambda slot, at_x, first, size: memmove(mine[slot], at_x + first, size), take)
+        return stage.one_pass(lambda slot, at_x, first, size: copy(mine[slot], at_x + first, size), take)

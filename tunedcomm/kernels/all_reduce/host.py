@@ -11,14 +11,12 @@ Numerics: ordered.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from dataclasses import replace
 from typing import Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.host import KIB, LINE, REDUCED, HostComposed, HostVariant, Stage, combiner
-from tunedcomm.kernels.common.launch import AddressLaunch
+from tunedcomm.kernels.common.host import KIB, LINE, REDUCED, HostComposed, HostVariant, Stage
 from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem
@@ -44,10 +42,10 @@ class HostOneShot(_HostAllReduce, registered=True):
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         stage = Stage(workspace, problem, config)
-        mine, memmove = stage.mine, ctypes.memmove
+        mine, copy = stage.mine, stage.copy
         return stage.one_pass(
-            lambda slot, at_x, first, size: memmove(mine[slot], at_x + first, size),
-            stage.take_sums(combiner(problem), 0),
+            lambda slot, at_x, first, size: copy(mine[slot], at_x + first, size),
+            stage.take_sums(stage.combiner(problem), 0),
         )
 
 
@@ -62,7 +60,8 @@ class HostTwoShot(_HostAllReduce, registered=True):
         return super().infeasible(problem, config, limits)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        stage, combine, memmove = Stage(workspace, problem, config), combiner(problem), ctypes.memmove
+        stage = Stage(workspace, problem, config)
+        combine, copy = stage.combiner(problem), stage.copy
         ring, spins, op, lock, plan = stage.ring, stage.spins, stage.op, stage.ring.lock, stage.plan()
         claim, publish, wait, release = ring.claim, ring.publish, ring.wait, ring.release
         addresses, mine, me = stage.addresses, stage.mine, ring.rank
@@ -78,7 +77,7 @@ class HostTwoShot(_HostAllReduce, registered=True):
             step = claim(op)
             for rank, (first, length) in enumerate(slices[size]):
                 if rank != me:
-                    memmove(mine[step % RING_SLOTS] + first, source + first, length)
+                    copy(mine[step % RING_SLOTS] + first, source + first, length)
             publish(step)
             return step
 
@@ -96,7 +95,7 @@ class HostTwoShot(_HostAllReduce, registered=True):
             wait(step, spins, op)
             slot = step % RING_SLOTS
             for rank, (first, length) in enumerate(slices[size]):
-                memmove(target + first, addresses[rank][slot] + first, length)
+                copy(target + first, addresses[rank][slot] + first, length)
             release(step)
 
         def run(stream: int, at_x: int, at_out: int) -> None:
@@ -112,7 +111,7 @@ class HostTwoShot(_HostAllReduce, registered=True):
                     if c >= 2:
                         gather(reduced[c - 2], at_out + plan[c - 2][0], plan[c - 2][1])
 
-        return AddressLaunch(run)
+        return stage.launch(run)
 
 
 def _slices(size: int, world_size: int) -> list[tuple[int, int]]:

@@ -8,7 +8,6 @@ Numerics: ordered (bits are moved).
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from typing import Any
 
@@ -36,14 +35,14 @@ class HostOneShot(_Chunks, registered=True):
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         stage = Stage(workspace, problem, config, segments=problem.world_size)
-        nbytes, rank, addresses, memmove = problem.nbytes, stage.ring.rank, stage.addresses, ctypes.memmove
+        nbytes, rank, addresses, copy = problem.nbytes, stage.ring.rank, stage.addresses, stage.copy
         at_own, at_segment = rank * nbytes, rank * stage.chunk
         peers = [peer for peer in range(problem.world_size) if peer != rank]
 
         def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
-            memmove(at_out + at_own + first, at_x + at_own + first, size)
+            copy(at_out + at_own + first, at_x + at_own + first, size)
             for peer in peers:
-                memmove(at_out + peer * nbytes + first, addresses[peer][slot] + at_segment, size)
+                copy(at_out + peer * nbytes + first, addresses[peer][slot] + at_segment, size)
 
         return stage.one_pass(stage.put_segments(), take)
 
@@ -52,9 +51,9 @@ class HostOneShotV(_Chunks, registered=True):
     op = "all_to_all_v"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        stage, memmove = Stage(workspace, problem, config, segments=problem.world_size), ctypes.memmove
+        stage = Stage(workspace, problem, config, segments=problem.world_size)
         mine, chunk, width, addresses = stage.mine, stage.chunk, ITEMSIZE[problem.dtype], stage.addresses
-        rank, at_segment = stage.ring.rank, stage.ring.rank * stage.chunk
+        copy, rank, at_segment = stage.copy, stage.ring.rank, stage.ring.rank * stage.chunk
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             sent, received = (_bounds(counts.tolist(), width) for counts in inputs[1:])
@@ -62,13 +61,13 @@ class HostOneShotV(_Chunks, registered=True):
             def put(slot: int, at_x: int, first: int, size: int) -> None:
                 for peer, (begin, end) in enumerate(sent):
                     if peer != rank and begin + first < end:
-                        memmove(mine[slot] + peer * chunk, at_x + begin + first, min(size, end - begin - first))
+                        copy(mine[slot] + peer * chunk, at_x + begin + first, min(size, end - begin - first))
 
             def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
                 for peer, (begin, end) in enumerate(received):
                     source = at_x + sent[rank][0] + first if peer == rank else addresses[peer][slot] + at_segment
                     if begin + first < end:
-                        memmove(at_out + begin + first, source, min(size, end - begin - first))
+                        copy(at_out + begin + first, source, min(size, end - begin - first))
 
             stage.one_pass(put, take)(inputs, outputs, stream)
 

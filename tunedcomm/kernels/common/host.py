@@ -4,8 +4,9 @@ They cut messages into chunks that stay in the cache and fit into slots of 1 MiB
 pass. In `Stage.one_pass` every rank puts a chunk into its slot and takes what it needs from the slots of all ranks. The
 next chunk is published before this one is waited for, so copies and sums overlap those of the peers.
 
-Copies are `memmove`, sums are NumPy's, and PyTorch's for 16-bit floats. Those are cut into pieces that are too small
-for PyTorch's thread pool, whose threads would wait for cores that the peers have.
+On one thread copies are `memmove`, and sums are NumPy's, or PyTorch's for 16-bit floats. Those are cut into pieces that
+are too small for PyTorch's thread pool, whose threads would wait for cores that the peers have. Where every rank has
+cores of its own to spare, PyTorch's operators copy and sum large chunks on several threads.
 
 Numerics: ordered; sums in rank order, of fp64 and integers in their own dtype and of all others in fp32, rounded once.
 """
@@ -30,6 +31,7 @@ KIB = 1024
 LINE = 64  # pieces and slices begin at cache lines
 _SMALLEST = 16 * KIB  # chunk
 _PIECE = 32704  # elements; PyTorch shares out the work on 32768 and more among threads
+_LEAST_OF_THREAD = 128 * KIB  # of a chunk, for each thread: 32768 elements of fp32
 
 # (bytes of every rank's part in rank order, bytes of the result): fills in the result.
 Combine = Callable[[Sequence[Any], Any], None]
@@ -47,7 +49,13 @@ class HostVariant(VariantBase):
         first_chunk_kib: chunk to try first.
     """
 
-    space = Space({"chunk_kib": Choice(16, 32, 64, 128, 256, 512, 1024), "spins": Choice(1, 64, 1024)})
+    space = Space(
+        {
+            "chunk_kib": Choice(16, 32, 64, 128, 256, 512, 1024),
+            "spins": Choice(1, 64, 1024),
+            "threads": Choice(1, 2, 4, 8),
+        }
+    )
     dtypes: tuple[str, ...] = DTYPES
     first_chunk_kib = 256
 
@@ -65,6 +73,11 @@ class HostVariant(VariantBase):
         chunk, whole = int(config["chunk_kib"]) * KIB, self.slot_bytes(problem)
         if chunk > _SMALLEST and chunk >= 2 * whole:
             return f"chunks of half the size hold all of {whole} bytes, too"
+        threads = int(config["threads"])
+        if threads > 1 and threads * problem.world_size > limits.host_cores:
+            return f"{threads} threads of {problem.world_size} ranks are more than the {limits.host_cores} cores"
+        if threads > 1 and min(chunk, whole) < threads * _LEAST_OF_THREAD:
+            return f"a chunk of {min(chunk, whole)} bytes is too little work for {threads} threads"
         return None
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
@@ -72,7 +85,8 @@ class HostVariant(VariantBase):
 
     def wish(self, problem: Problem, limits: Limits) -> Mapping[str, float]:
         spins = 1 if problem.world_size > limits.host_cores else 1024
-        return {"chunk_kib": min(self.first_chunk_kib, max(self.slot_bytes(problem) // KIB, 1)), "spins": spins}
+        chunk_kib = min(self.first_chunk_kib, max(self.slot_bytes(problem) // KIB, 1))
+        return {"chunk_kib": chunk_kib, "spins": spins, "threads": 1}
 
     def untuned(self, problem: Problem, limits: Limits) -> bool:
         return self.infeasible(problem, self.default(problem, limits), limits) is None
@@ -132,6 +146,8 @@ class Stage:
         ring: of the group.
         chunk: bytes of a chunk, or of its segment; the last may be shorter.
         spins, op: for waits.
+        threads: that copy and sum.
+        copy: (target, source, bytes): copies from address to address.
         addresses: of the slots, by rank.
         mine: of this rank's slots.
         room_at: address of room for a chunk.
@@ -147,7 +163,9 @@ class Stage:
         ranks = range(self.ring.world_size)
         self.addresses = [[self.ring.address(rank, slot) for slot in range(RING_SLOTS)] for rank in ranks]
         self.mine = self.addresses[self.ring.rank]
-        self._typed = _typed(problem.dtype)
+        self.threads = int(config["threads"])
+        self.copy: Callable[[int, int, int], object] = ctypes.memmove if self.threads == 1 else _copy_on_threads
+        self._typed = _typed(problem.dtype, by_torch=self.threads > 1)
         self._room = np.empty(self.chunk, np.uint8)
         self.room_at = int(self._room.ctypes.data)
 
@@ -181,16 +199,14 @@ class Stage:
 
     def put_segments(self) -> Put:
         """Puts every rank's segment of a piece into the own slot."""
-        mine, chunk, nbytes, ranks, memmove = (
-            self.mine, self.chunk, self.nbytes, range(self.ring.world_size), ctypes.memmove
-        )  # fmt: skip
+        mine, chunk, nbytes, ranks, copy = self.mine, self.chunk, self.nbytes, range(self.ring.world_size), self.copy
         if chunk == nbytes:
             whole = nbytes * len(ranks)
-            return lambda slot, at_x, first, size: memmove(mine[slot], at_x, whole)
+            return lambda slot, at_x, first, size: copy(mine[slot], at_x, whole)
 
         def put(slot: int, at_x: int, first: int, size: int) -> None:
             for rank in ranks:
-                memmove(mine[slot] + rank * chunk, at_x + rank * nbytes + first, size)
+                copy(mine[slot] + rank * chunk, at_x + rank * nbytes + first, size)
 
         return put
 
@@ -198,13 +214,29 @@ class Stage:
         """Reduces all ranks' bytes from `at` on of a slot into the output."""
         parts = {size: self.parts(at, size) for size in self.sizes()}
         rooms = {size: self.room(size) for size in self.sizes()}
-        room_at, memmove = self.room_at, ctypes.memmove
+        room_at, copy = self.room_at, self.copy
 
         def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
             combine(parts[size][slot], rooms[size])
-            memmove(at_out + first, room_at, size)
+            copy(at_out + first, room_at, size)
 
         return take
+
+    def launch(self, run: Callable[[int, int, int], None]) -> AddressLaunch:
+        """Launch of `run`, with as many of PyTorch's threads as the config has."""
+        if self.threads == 1:
+            return AddressLaunch(run)
+        import torch
+
+        def run_on_threads(stream: int, at_x: int, at_out: int) -> None:
+            before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)  # 0.1 us
+            try:
+                run(stream, at_x, at_out)
+            finally:
+                torch.set_num_threads(before)
+
+        return AddressLaunch(run_on_threads)
 
     def one_pass(self, put: Put, take: Take) -> AddressLaunch:
         """Launch by address; what calls share is bound here, for at 1 KiB Python is what takes the time."""
@@ -238,42 +270,46 @@ class Stage:
                     release(step)
                     step = ahead
 
-        return AddressLaunch(run_at_once if len(plan) == 1 else run)
+        return self.launch(run_at_once if len(plan) == 1 else run)
+
+    def combiner(self, problem: Problem) -> Combine:
+        """A function that reduces parts in rank order."""
+        if ITEMSIZE[problem.dtype] == 2:
+            return _combine_halves(problem, _PIECE if self.threads == 1 else self.chunk // 2)
+        return _combine_natively(problem, by_torch=self.threads > 1)
 
 
-def combiner(problem: Problem) -> Combine:
-    """A function that reduces parts in rank order."""
-    return _combine_halves(problem) if ITEMSIZE[problem.dtype] == 2 else _combine_natively(problem)
-
-
-def _combine_natively(problem: Problem) -> Combine:
+def _combine_natively(problem: Problem, *, by_torch: bool) -> Combine:
     import numpy as np
+    import torch
 
-    ufuncs: Mapping[str, np.ufunc] = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
-    ufunc, dtype = ufuncs[problem.reduction], np.dtype(problem.dtype)
+    library: Any = torch if by_torch else np
+    names = {"sum": "add", "avg": "add", "max": "maximum", "min": "minimum"}
+    reduce, divide, add = (getattr(library, name) for name in (names[problem.reduction], "divide", "add"))
+    dtype = np.dtype(problem.dtype)
     is_mean, is_float = problem.reduction == "avg", dtype.kind == "f"
     count, zero = dtype.type(problem.world_size), dtype.type(0)
 
     def combine(parts: Sequence[Any], out: Any) -> None:
-        ufunc(parts[0], parts[1], out)
+        reduce(parts[0], parts[1], out=out)
         for part in parts[2:]:
-            ufunc(out, part, out)
+            reduce(out, part, out=out)
         if is_mean:
-            np.divide(out, count, out)
+            divide(out, count, out=out)
         if is_float:  # −0.0 becomes +0.0, as in all ordered variants
-            np.add(out, zero, out)
+            add(out, zero, out=out)
 
     return combine
 
 
-def _combine_halves(problem: Problem) -> Combine:
+def _combine_halves(problem: Problem, piece_size: int) -> Combine:
     import numpy as np
     import torch
 
     name = problem.reduction
     pick = {"max": torch.maximum, "min": torch.minimum}.get(name)
-    total, widened = torch.empty(_PIECE), torch.empty(_PIECE)
-    mask = np.empty(_PIECE, np.bool_)
+    total, widened = torch.empty(piece_size), torch.empty(piece_size)
+    mask = np.empty(piece_size, np.bool_)
     negative_zero = np.uint16(0x8000)
 
     def combine_piece(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -295,8 +331,8 @@ def _combine_halves(problem: Problem) -> Combine:
         out.copy_(whole)
 
     def combine(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        for first in range(0, len(out), _PIECE):
-            here = slice(first, first + _PIECE)
+        for first in range(0, len(out), piece_size):
+            here = slice(first, first + piece_size)
             piece = out[here]
             combine_piece([part[here] for part in parts], piece)
             words = piece.view(torch.uint16).numpy()
@@ -307,9 +343,21 @@ def _combine_halves(problem: Problem) -> Combine:
     return combine
 
 
-def _typed(dtype: str) -> Callable[[Any], Any]:
+def _copy_on_threads(target: int, source: int, nbytes: int) -> None:
+    """`memmove` by PyTorch's threads."""
+    import torch
+
+    if nbytes:
+        to, come_from = (
+            torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+            for address in (target, source)
+        )
+        to.copy_(come_from)
+
+
+def _typed(dtype: str, *, by_torch: bool) -> Callable[[Any], Any]:
     """A function that views bytes as elements that a `Combine` takes."""
-    if ITEMSIZE[dtype] == 2:
+    if by_torch or ITEMSIZE[dtype] == 2:
         import torch
 
         kind = getattr(torch, dtype)

@@ -45,7 +45,7 @@ class HostGather(_ByRows, registered=True):
         if problem.scaling != "rowwise":
             return gathers
         scales = replace(gathers[0].problem, shape=(rows_of(problem),), dtype="float32")
-        return (*gathers, Collective.of(GatherOneShot.variant, scales, {**config, "chunk_kib": 16}))
+        return (*gathers, Collective.of(GatherOneShot.variant, scales, {**config, "chunk_kib": 16, "threads": 1}))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
