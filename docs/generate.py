@@ -7,9 +7,9 @@ References come from the code, tables of measurements from bench/results. mkdocs
 from __future__ import annotations
 
 import csv
-import functools
 import inspect
 import json
+import math
 import re
 import typing
 from collections import Counter, defaultdict
@@ -18,24 +18,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-from typer.models import ArgumentInfo
 
 import tunedcomm
 from tunedcomm import errors, kernels
 from tunedcomm.cli.main import app
-from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.schema import Base, WorkingBase
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.metrics import format_bytes, format_us
 from tunedcomm.settings import SETTINGS
-from tunedcomm.spec import DTYPES, OpSpec, ops, variants
+from tunedcomm.spec import DTYPES, ops, variants
 from tunedcomm.symm.layout import limits_for
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
 PLOT = ROOT / "docs" / "all_reduce_h200.png"
-Row = dict[str, str]
-Run = dict[str, Row]
+Run = dict[str, dict[str, str]]
 
 
 def table(heads: dict[str, str], lines: Iterable[Sequence[str]]) -> str:
@@ -51,64 +49,61 @@ def cell(text: str) -> str:
 
 
 def code(values: Iterable[str]) -> str:
-    """Values as code, separated by commas; the empty one as in Python."""
-    return ", ".join(f"`{value}`" if value else '`""`' for value in values)
+    """Values as code, separated by commas."""
+    return ", ".join(f"`{value}`" for value in values)
 
 
-# The command line.
+# The command line, settings, errors and the schema.
 
 
-def _verbs(command: Any, name: str) -> Iterator[tuple[str, Callable[..., None]]]:
+def _verbs(command: Any, name: str) -> Iterator[tuple[str, Any]]:
     context = typer.Context(command, info_name=name)
     for verb in command.list_commands(context):
         found = command.get_command(context, verb)
-        is_group = hasattr(found, "list_commands")
-        yield from _verbs(found, f"{name} {verb}") if is_group else [(f"{name} {verb}", found.callback)]
+        full = f"{name} {verb}".strip()
+        yield from _verbs(found, full) if hasattr(found, "list_commands") else [(full, found)]
 
 
 _KINDS = {bool: "", str: "text", int: "whole number", float: "number", Path: "path"}
 
 
-def _option(name: str, annotation: Any, default: object) -> tuple[str, ...]:
-    kind, info = typing.get_args(annotation)[:2]
-    kinds = [kind, *typing.get_args(kind)]
-    several = [typing.get_args(one)[0] for one in kinds if typing.get_origin(one) is list]
-    base = next(one for one in (*several, *kinds) if one in _KINDS or typing.get_origin(one) is typing.Literal)
-    if isinstance(info, ArgumentInfo):
-        names = [info.metavar or name.upper()]
-    else:
-        # In an annotation the first name stands where a default would.
-        given = [info.default] if isinstance(info.default, str) else []
-        names = "/".join([*given, *(info.param_decls or ())] or [f"--{name.replace('_', '-')}"]).split("/")
-    value = _KINDS[base] if base in _KINDS else code(typing.get_args(base))
-    required = "required" if default is inspect.Parameter.empty else ""
-    shown = required or ("" if default in (None, False, "") else f"`{default}`")
-    return code(names), value + (", several" if several else ""), shown, cell(info.help or "")
+def _value(kind: Any) -> str:
+    if kind in _KINDS:
+        return _KINDS[kind]
+    if typing.get_origin(kind) is typing.Literal:
+        return code(typing.get_args(kind))
+    first = _value(typing.get_args(kind)[0])
+    return f"{first}, several" if typing.get_origin(kind) is list else first
 
 
-def _of_verbs(row: tuple[str, ...], found: dict[str, list[tuple[str, ...]]], often: Counter[str]) -> tuple[str, ...]:
-    """A common option; with its verbs, where an option of that name means something else for others."""
-    if often[row[0]] == 1:
-        return row
-    verbs = code(name.removeprefix("tunedcomm ") for name, rows in found.items() if row in rows)
-    return (*row[:-1], f"{row[-1]} ({verbs})")
+def _options(verb: Any) -> list[tuple[str, ...]]:
+    hints, rows = typing.get_type_hints(verb.callback), []
+    for option in verb.params:
+        if option.name != "as_json":
+            is_argument = option.param_type_name == "argument"
+            names = [option.metavar or option.name.upper()] if is_argument else [*option.opts, *option.secondary_opts]
+            given = "" if option.default in (None, False, "") else f"`{option.default}`"
+            default = "required" if option.required else given
+            rows.append((code(names), _value(hints[option.name]), default, cell(option.help or "")))
+    return rows
 
 
 def commands() -> str:
     """Every verb with its options; those that verbs have in common stand in a table of their own."""
-    verbs, found = dict(_verbs(typer.main.get_command(app), "tunedcomm")), {}
-    for name, verb in verbs.items():
-        hints = typing.get_type_hints(verb, include_extras=True)
-        held = [one for one in inspect.signature(verb).parameters.values() if one.name not in ("as_json", "context")]
-        found[name] = [_option(one.name, hints[one.name], one.default) for one in held]
-    held = Counter(row for rows in found.values() for row in rows)
-    common = [row for row, times in held.items() if times > 1]
-    often = Counter(name for name, *_ in common)
+    verbs = dict(_verbs(typer.main.get_command(app), ""))
+    found = {name: _options(verb) for name, verb in verbs.items()}
+    times = Counter(row for rows in found.values() for row in rows)
+    common = sorted(row for row in times if times[row] > 1)
+    meanings = Counter(name for name, *_ in common)
     heads = dict.fromkeys(("option", "value", "default", ""), "l")
-    lines = ["## Common options", "", table(heads, [_of_verbs(row, found, often) for row in sorted(common)])]
+    shown = []
+    for *row, text in common:
+        users = code(name for name, rows in found.items() if (*row, text) in rows)
+        shown.append([*row, f"{text} ({users})" if meanings[row[0]] > 1 else text])
+    lines = ["## Common options", "", table(heads, shown)]
     for name, rows in found.items():
-        text, *examples = inspect.cleandoc(verbs[name].__doc__ or "").split("Example:")
-        lines += ["", f"## {name}", ""]
+        text, *examples = inspect.cleandoc(verbs[name].callback.__doc__ or "").split("Example:")
+        lines += ["", f"## tunedcomm {name}", ""]
         lines += [line for part in text.strip().split("\n\n") for line in (" ".join(part.split()), "")]
         lines += ["```bash", *(" ".join(part.split()) for part in examples), "```"]
         if own := [row for row in rows if row not in common]:
@@ -116,9 +111,6 @@ def commands() -> str:
         if shared := [row[0] for row in rows if row in common]:
             lines += ["", f"[Common options](#common-options): {', '.join(shared)}."]
     return "\n".join(lines)
-
-
-# Settings, errors and the schema.
 
 
 def settings() -> str:
@@ -129,24 +121,19 @@ def settings() -> str:
 
 def every_error() -> str:
     """Every error, what to do about it, and the built-in types by which it can be caught."""
-    lines = []
+    roots, lines = (errors.TunedCommError, Exception, BaseException, object), []
     for error in vars(errors).values():
-        if inspect.isclass(error) and issubclass(error, errors.TunedCommError) and error is not errors.TunedCommError:
+        if inspect.isclass(error) and issubclass(error, errors.TunedCommError) and error not in roots:
             what, do = inspect.cleandoc(error.__doc__ or "").split("\n\n", 1)
-            bases = [base.__name__ for base in error.__mro__[1:] if base not in (object, BaseException, Exception)]
-            caught = ", ".join(f"`{base}`" for base in bases if base != "TunedCommError")
+            caught = code(base.__name__ for base in error.__mro__[1:] if base not in roots)
             lines.append([f"`{error.__name__}`", cell(what), cell(do), caught])
     return table(dict.fromkeys(("error", "meaning", "what to do", "also a"), "l"), lines)
 
 
 def schema() -> str:
     """Every table of a database."""
-    lines = []
-    for base in (Base, WorkingBase):
-        by_name = {mapper.class_.__tablename__: mapper.class_ for mapper in base.registry.mappers}
-        for name, held in base.metadata.tables.items():
-            if name in by_name:
-                lines.append([f"`{name}`", cell(by_name[name].__doc__ or ""), code(held.columns.keys())])
+    kinds = [kind for base in (Base, WorkingBase) for kind in base.__subclasses__() if kind is not WorkingBase]
+    lines = [[f"`{one.__tablename__}`", cell(one.__doc__ or ""), code(one.__table__.columns.keys())] for one in kinds]
     return table(dict.fromkeys(("table", "a row is", "columns"), "l"), lines)
 
 
@@ -154,57 +141,47 @@ def schema() -> str:
 
 
 class Docstring(NamedTuple):
-    """A public function's docstring; `sections` has `Args` and `Raises`, `notes` what follows the last section."""
+    """A public function's docstring; `sections` has `Args` and `Raises`, `returns` also what follows the last one."""
 
     text: list[str]
     sections: dict[str, dict[str, str]]
-    returns: str
-    notes: list[str]
+    returns: list[str]
 
 
-def _entries(lines: list[str]) -> dict[str, str]:
-    found: list[tuple[str, list[str]]] = []
-    for line in lines:
-        if match := re.fullmatch(r" {4}(\w+(?:, \w+)*): (.*)", line):
-            found.append((match[1], [match[2]]))
-        elif line.strip():
-            found[-1][1].append(line.strip())
+def _entries(section: str) -> dict[str, str]:
     told = {}
-    for names, parts in found:
+    for names, text in re.findall(r"(?m)^ {4}(\w+(?:, \w+)*): (.*(?:\n {5,}.*)*)", section):
         first, *others = names.split(", ")
-        told[first] = " ".join(parts)
+        told[first] = " ".join(text.split())
         told |= {name: told[first] if told[first].startswith("as in") else f"see `{first}`" for name in others}
     return told
 
 
 def docstring(function: Callable[..., Any]) -> Docstring:
     """The function's docstring, taken apart; "as in `op`." stands for the text of that op's docstring."""
-    text: list[str] = []
-    notes: list[str] = []
-    sections: dict[str, dict[str, str]] = {}
-    returns = ""
+    found = Docstring([], {}, [])
     for part in inspect.cleandoc(function.__doc__ or "").split("\n\n"):
-        head, *lines = part.splitlines()
-        if head == "Returns:":
-            returns = " ".join(line.strip() for line in lines)
-        elif head in ("Args:", "Raises:"):
-            sections[head.removesuffix(":")] = _entries(lines)
+        head, _, rest = part.partition(":\n")
+        if head in ("Args", "Raises"):
+            found.sections[head] = _entries(rest)
+        elif head == "Returns":
+            found.returns.append(" ".join(rest.split()))
         else:
             shown = f"```text\n{inspect.cleandoc(part)}\n```" if part.startswith("    ") else " ".join(part.split())
-            (notes if sections else text).append(shown)
-    for section in sections.values():
+            (found.returns or found.text).append(shown)
+    for section in found.sections.values():
         for name, description in section.items():
             if match := re.match(r"as in `(\w+)`\.(.*)", description):
                 other = docstring(getattr(tunedcomm, match[1]))
-                (found,) = (held[name] for held in other.sections.values() if name in held)
-                section[name] = (found.split(" Ordered:")[0] if "Ordered:" in match[2] else found) + match[2]
-    return Docstring(text, sections, returns, notes)
+                (text,) = (held[name] for held in other.sections.values() if name in held)
+                section[name] = (text.split(" Ordered:")[0] if "Ordered:" in match[2] else text) + match[2]
+    return found
 
 
 def _described() -> Counter[tuple[str, str]]:
     """How many ops describe a parameter or an error in the same words."""
-    told = [docstring(getattr(tunedcomm, name)) for name in ops()]
-    return Counter(each for one in told for section in one.sections.values() for each in section.items())
+    sections = [section for name in ops() for section in docstring(getattr(tunedcomm, name)).sections.values()]
+    return Counter(each for section in sections for each in section.items())
 
 
 def ops_overview() -> str:
@@ -219,9 +196,7 @@ def ops_overview() -> str:
 
 def tolerances() -> str:
     """The largest relative errors, by op and dtype or scaling."""
-    names = list(
-        dict.fromkeys(name for spec in ops().values() if any(spec.tolerance.values()) for name in spec.tolerance)
-    )
+    names = dict.fromkeys(name for spec in ops().values() if any(spec.tolerance.values()) for name in spec.tolerance)
     lines = []
     for spec in ops().values():
         limits = [spec.tolerance.get(name) for name in names]
@@ -233,30 +208,25 @@ def op_problems() -> str:
     """Every op's problems: shape, dtypes that kernels take, reductions, and the parts of layouts and scalings."""
     lines = []
     for spec in ops().values():
-        parts = [dict.fromkeys(part for text in held for part in text.split("+") if part) for held in _texts(spec)]
         dtypes = "any" if set(spec.dtypes) == set(DTYPES) else ", ".join(spec.dtypes)
-        lines.append([f"`{spec.name}`", cell(spec.shape_help), dtypes, *map(code, (spec.reductions, *parts))])
+        held = (spec.reductions, spec.layouts, spec.scalings)
+        parts = [code(dict.fromkeys(part for part in "+".join(texts).split("+") if part)) for texts in held]
+        lines.append([f"`{spec.name}`", cell(spec.shape_help), dtypes, *parts])
     heads = ("op", "shape", "dtypes of kernels", "reductions", "parts of layouts", "parts of scalings")
-    return table(dict.fromkeys(heads, "l"), [["" if one == '`""`' else one for one in line] for line in lines])
-
-
-def _texts(spec: OpSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return spec.layouts, spec.scalings
+    return table(dict.fromkeys(heads, "l"), lines)
 
 
 def op_sections() -> str:
     """Every op: its function and its variants."""
     times, lines = _described(), []
     for spec in ops().values():
-        told, signature = (
-            docstring(getattr(tunedcomm, spec.name)),
-            str(inspect.signature(getattr(tunedcomm, spec.name))),
-        )
-        shown = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
+        function = getattr(tunedcomm, spec.name)
+        told = docstring(function)
+        shown = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
         lines += [f"## {spec.name}", "", f"`tunedcomm.{spec.name}{re.sub(r'(torch|dist)[.](?=[A-Z])', '', shown)}`", ""]
         lines += [line for part in told.text for line in (part, "")]
         rows = [[f"`{name}`", cell(text)] for name, text in told.sections["Args"].items() if times[name, text] < 3]
-        lines += [table({"parameter": "l", "": "l"}, rows), "", f"Returns {' '.join((told.returns, *told.notes))}", ""]
+        lines += [table({"parameter": "l", "": "l"}, rows), "", f"Returns {' '.join(told.returns)}", ""]
         own = [each for each in told.sections["Raises"].items() if times[each] < 3]
         lines += [*(f"- `{name}`: {text}" for name, text in own), ""] if own else []
         rows = []
@@ -271,36 +241,33 @@ def op_sections() -> str:
 # Measurements.
 
 
-@functools.cache
-def rows_of(name: str) -> tuple[Row, ...]:
+def rows_of(name: str) -> list[dict[str, str]]:
     """All rows of a file of bench/results."""
-    with (RESULTS / name).open(newline="", encoding="utf-8") as file:
-        return tuple(csv.DictReader(file))
+    text = (ROOT / "bench" / "results" / name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
 
 
-@functools.cache
+def runs_of(rows: Iterable[dict[str, str]], column: str, member: str) -> dict[str, list[Run]]:
+    """Value of a column to its runs, last first; a run maps the value of the column `member` to the row."""
+    found: dict[str, dict[str, Run]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        found[row[column]][row["run_id"]][row[member]] = row
+    return {value: list(by_run.values())[::-1] for value, by_run in found.items()}
+
+
 def runs(name: str, op: str, world_size: int, mode: str = "graph", dtype: str = "bfloat16") -> dict[str, list[Run]]:
     """Shape to the runs that measured it on plain inputs, out of place, newest first."""
-    found: dict[str, dict[str, Run]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows_of(name):
-        kind = (row["op"], row["world_size"], row["mode"], row["dtype"], row["input_kind"] or "plain")
-        is_ours_in_place = row["in_place"] == "True" and row["contender"] == "tuned"
-        if kind == (op, str(world_size), mode, dtype, "plain") and not is_ours_in_place:
-            found[row["shape"]][row["run_id"]][row["contender"]] = row
-    return {
-        shape: sorted(by_run.values(), key=lambda run: max(row["date"] for row in run.values()), reverse=True)
-        for shape, by_run in sorted(found.items(), key=lambda item: int(item[0]) if item[0].isdigit() else 0)
-    }
+    wanted = {"op": op, "world_size": str(world_size), "mode": mode, "dtype": dtype}
+    rows = [row for row in rows_of(name) if wanted.items() <= row.items() and row["input_kind"] in ("", "plain")]
+    rows = [row for row in rows if row["in_place"] != "True" or row["contender"] != "tuned"]
+    rows.sort(key=lambda row: int(row["shape"]) if row["shape"].isdigit() else 0)
+    return runs_of(rows, "shape", "contender")
 
 
-def newest(name: str, op: str, world_size: int, mode: str, *needs: str) -> dict[str, Run]:
+def newest(held: dict[str, list[Run]], *needs: str) -> dict[str, Run]:
     """Shape to the newest run that has dispatch's choice and these contenders."""
-    found = {}
-    for shape, held in runs(name, op, world_size, mode).items():
-        complete = [run for run in held if {"tuned", *needs} <= set(run)]
-        if complete:
-            found[shape] = complete[0]
-    return found
+    complete = {shape: [run for run in some if {"tuned", *needs} <= set(run)] for shape, some in held.items()}
+    return {shape: some[0] for shape, some in complete.items() if some}
 
 
 def p50(run: Run, contender: str) -> float:
@@ -308,20 +275,10 @@ def p50(run: Run, contender: str) -> float:
     return float(run[contender]["latency_p50_us"])
 
 
-def us(run: Run, contender: str) -> str:
-    """Median of a contender in µs; a dash if it did not run."""
-    return f"{p50(run, contender):.2f}" if contender in run else "–"
-
-
-def size_text(size: int) -> str:
-    """Bytes in KiB or MiB."""
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-
-
 def size_of(run: Run) -> str:
     """The message of a collective in bytes, the shape of anything else."""
     row = run["tuned"]
-    return size_text(int(row["message_bytes"])) if row["shape"].isdigit() else row["shape"]
+    return format_bytes(int(row["message_bytes"])) if row["shape"].isdigit() else row["shape"]
 
 
 ALL_REDUCE, COLLECTIVES, GEMMS = "all_reduce_h200.csv", "collectives_h200.csv", "gemm_h200.csv"
@@ -340,10 +297,13 @@ def measured(name: str, op: str, ranks: int, peers: dict[str, str], mode: str = 
     for each in several:
         held = runs(name, each, ranks, mode)
         known = [peer for peer in peers if any(peer in one for every in held.values() for one in every)]
-        for shape, run in list(newest(name, each, ranks, mode, known[0], against).items())[::step]:
-            cells = [us(next((one for one in (run, *held[shape]) if peer in one), {}), peer) for peer in peers]
+        for shape, run in list(newest(held, known[0], against).items())[::step]:
+            shown = {
+                peer: next((one for one in (run, *held[shape]) if peer in one), None) for peer in (*peers, "tuned")
+            }
+            cells = [f"{p50(one, peer):.2f}" if one else "–" for peer, one in shown.items()]
             ratio, variant = p50(run, against) / p50(run, "tuned"), run["tuned"]["config"].partition("(")[0]
-            lines.append([f"`{each}`", size_of(run), *cells, us(run, "tuned"), f"{ratio:.2f}", f"`{variant}`"])
+            lines.append([f"`{each}`", size_of(run), *cells, f"{ratio:.2f}", f"`{variant}`"])
     heads = dict.fromkeys((*peers.values(), "tunedcomm", f"{peers[against]} / tunedcomm"), "r")
     if len(several) > 1:
         return table({"op": "l", "size": "l", **heads, "variant": "l"}, lines)
@@ -357,34 +317,22 @@ def all_reduce_host() -> str:
         heads |= dict.fromkeys((f"gloo, {ranks} ranks", f"tunedcomm, {ranks} ranks", f"ratio, {ranks} ranks"), "r")
         for run, *_ in runs(name, "all_reduce", ranks, "eager", "float32").values():
             gloo, ours = p50(run, "library"), p50(run, "tuned")
-            lines[size_of(run)] += [
-                f"{gloo:,.0f}",
-                f"{ours:,.3g}" if ours < 100 else f"{ours:,.0f}",
-                f"{gloo / ours:.1f}",
-            ]
+            lines[size_of(run)] += [format_us(gloo), format_us(ours), f"{gloo / ours:.1f}"]
     return table(heads, [[size, *cells] for size, cells in lines.items()])
 
 
 def llama() -> str:
     """µs a layer of the newest run, and the gain of tunedcomm's best configuration over PyTorch's best."""
-    found: dict[str, dict[str, Run]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows_of("model/llama_tp_x2_h200.csv"):
-        found[row["workload"]][row["run_id"]][row["configuration"]] = row
+    found = runs_of(rows_of("model/llama_tp_x2_h200.csv"), "workload", "configuration")
     names = ("library_eager", "library_compiled", "async_tp_compiled")
     names += ("intercept_eager", "intercept_compiled", "fusion_compiled")
     lines = []
-    for workload, by_run in found.items():
-        run = max(by_run.values(), key=lambda run: max(row["date"] for row in run.values()))
+    for workload, (run, *_) in found.items():
         times = {name: float(run[name]["us_per_layer"]) for name in names if run.get(name, {}).get("status") == "ok"}
         best = [min(times[name] for name in some if name in times) for some in (names[:3], names[3:])]
         cells = [f"{times[name]:.1f}" if name in times else "–" for name in names]
         lines.append([f"`{workload}`", *cells, f"{best[0] / best[1]:.3f}"])
     return table({"workload": "l", **{f"`{name}`": "r" for name in names}, "gain": "r"}, lines)
-
-
-def columns(name: str, heads: dict[str, str]) -> str:
-    """Columns of a file as they stand; `heads` maps them to headings."""
-    return table(dict.fromkeys(heads.values(), "r"), [[row[column] for column in heads] for row in rows_of(name)])
 
 
 def regret() -> str:
@@ -396,9 +344,13 @@ def regret() -> str:
     return table(heads, [[rule, *cells] for rule, cells in lines.items()])
 
 
-_SCALE = {"workers": "workers", "killed": "killed", "trials": "trials", "trials_per_s": "trials/s"}
-_SCALE |= {"ideal_per_s": "ideal", "claim_ms_p50": "claim p50, ms", "record_ms_p50": "record p50, ms"}
-_SCALE |= {"server_cpu_ms": "server CPU, ms/trial", "lost": "lost", "doubled": "doubled"}
+def scale() -> str:
+    """The load of one PostgreSQL server, by number of workers."""
+    heads = {"workers": "workers", "killed": "killed", "trials": "trials", "trials_per_s": "trials/s"}
+    heads |= {"ideal_per_s": "ideal", "claim_ms_p50": "claim p50, ms", "record_ms_p50": "record p50, ms"}
+    heads |= {"server_cpu_ms": "server CPU, ms/trial", "lost": "lost", "doubled": "doubled"}
+    rows = rows_of("replay/scale_replay.csv")
+    return table(dict.fromkeys(heads.values(), "r"), [[row[column] for column in heads] for row in rows])
 
 
 def shipped() -> str:
@@ -407,43 +359,34 @@ def shipped() -> str:
     for path in sorted((ROOT / "tuning_db").glob("*.manifest.json"), reverse=True):
         manifest = json.loads(path.read_text(encoding="utf-8"))
         name = path.name.removesuffix(".manifest.json")
-        held = (", ".join(map(str, manifest["world_sizes"])), ", ".join(f"`{op}`" for op in manifest["ops"]))
+        held = (", ".join(map(str, manifest["world_sizes"])), code(manifest["ops"]))
         lines.append([f"`{name}`", *held, f"{manifest['rows']['trials']:,}", f"`{manifest['sha256'][:16]}`"])
     return table({"file": "l", "ranks": "r", "ops": "l", "trials": "r", "SHA-256 begins": "l"}, lines)
 
 
 def same_bits() -> str:
     """The cost of numerics="ordered" at the shipped problems of ops that sum or multiply, by op and number of GPUs."""
-    same, other, unknown = Counter[Any](), defaultdict[Any, list[float]](list), Counter[Any]()
-    for path in sorted((ROOT / "tuning_db").glob("*.db")):
-        manifest = json.loads(path.with_name(f"{path.name}.manifest.json").read_text(encoding="utf-8"))
+    ratios = defaultdict[tuple[str, int], list[float]](list)  # 0 where the same candidate runs, NaN if not measured
+    for path in packaged_databases():
         with Database.open(path, immutable=True) as database:
-            environment = database.environments()[0]
-        for ranks in manifest["world_sizes"]:
+            environment, problems = database.environments()[0], database.problems()
+        for ranks in {problem.world_size for problem in problems}:
             snapshot = load_snapshot(environment, ranks, layers=[Layer("packaged", str(path))], strict=True)
-            for problem in {row.problem: None for row in snapshot.rows}:
-                if problem.op in ("all_gather", "all_to_all"):
-                    continue
-                limits, place = limits_for(environment, ranks), (problem.op, ranks)
+            limits = limits_for(environment, ranks)
+            moving = ("all_gather", "all_to_all")
+            for problem in {row.problem: None for row in snapshot.rows if row.problem.op not in moving}:
                 default, ordered = (decide(problem, snapshot, limits, policy=one) for one in ("default", "ordered"))
-                if ordered.candidate == default.candidate:
-                    same[place] += 1
-                elif ordered.latency_us and default.latency_us:
-                    other[place].append(ordered.latency_us / default.latency_us)
-                else:
-                    unknown[place] += 1
-    places = {*same, *other, *unknown}
-    counts = sorted({ranks for _, ranks in places})
+                ratio = (ordered.latency_us or math.nan) / (default.latency_us or math.nan)
+                ratios[problem.op, ranks].append(0 if ordered.candidate == default.candidate else ratio)
+    counts = sorted({ranks for _, ranks in ratios})
 
-    def shown(place: tuple[str, int]) -> str:
-        ratios = other.get(place, [])
-        parts = [f"{same[place]} the same"] if same[place] else []
-        parts += (
-            [f"{len(ratios)} at {' to '.join(dict.fromkeys(f'{f(ratios):.2f}' for f in (min, max)))}"] if ratios else []
-        )
-        return ", ".join([*parts, *([f"{unknown[place]} not measured"] if unknown[place] else [])])
+    def shown(found: list[float]) -> str:
+        other = [f"{ratio:.2f}" for ratio in sorted(found) if ratio > 0]
+        parts = {"the same": found.count(0), f"at {' to '.join(dict.fromkeys(other[:1] + other[-1:]))}": len(other)}
+        parts["not measured"] = sum(map(math.isnan, found))
+        return ", ".join(f"{count} {text}" for text, count in parts.items() if count)
 
-    lines = [[f"`{op}`", *(shown((op, ranks)) for ranks in counts)] for op in sorted({op for op, _ in places})]
+    lines = [[f"`{op}`", *(shown(ratios[op, ranks]) for ranks in counts)] for op in sorted({op for op, _ in ratios})]
     return table({"op": "l", **{f"{ranks} GPUs": "l" for ranks in counts}}, lines)
 
 
@@ -466,7 +409,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "same bits": same_bits,
     "llama": llama,
     "regret": regret,
-    "scale": lambda: columns("replay/scale_replay.csv", _SCALE),
+    "scale": scale,
     "shipped": shipped,
 }
 _BARE = r"^\| message \| gloo.+\n(?:\|.+\n)+"  # the README's table has no such lines: its head tells
@@ -496,10 +439,9 @@ def points() -> dict[str, list[list[float]]]:
     """Curve to [bytes, µs, NCCL's µs over them in the same run]."""
     found: dict[str, list[list[float]]] = {curve: [] for curve in _CURVES}
     held = runs(ALL_REDUCE, "all_reduce", 4)
-    for shape, run in newest(ALL_REDUCE, "all_reduce", 4, "graph", TORCH[1]).items():
-        kraken = next((one for one in held[shape] if {"kraken", "library"} <= set(one)), {})
+    for shape, run in newest(held, TORCH[1]).items():
         for curve, names in _CURVES.items():
-            one = kraken if curve == "Kraken" else run
+            one = next((one for one in (run, *held[shape]) if {"library", names[-1]} <= set(one)), {})
             if times := [p50(one, name) for name in names if name in one]:
                 size = int(run["tuned"]["message_bytes"])
                 found[curve].append([size, min(times), round(p50(one, "library") / min(times), 3)])
@@ -518,7 +460,7 @@ def draw(path: Path) -> None:
         for curve, held in curves.items():
             panel.plot([p[0] for p in held], [p[column] for p in held], "o-", color=_COLOURS[curve], label=curve)
         panel.set_xscale("log", base=2)
-        panel.set_xticks(ticks, [size_text(tick) for tick in ticks])
+        panel.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
         panel.set_title(title, fontsize=11, loc="left")
         panel.grid(True, color="#e3e7ed", linewidth=0.8)
     axes[0].set_yscale("log")
@@ -542,17 +484,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turn links out of the site into names."""
-    folder = ROOT if page.file.src_uri == "index.md" else ROOT / "docs"
 
     def shown(match: re.Match[str]) -> str:
-        text, target = match.groups()
-        if "://" in target or target.startswith("#") or files.get_file_from_path(target.partition("#")[0]):
+        text, name = match[1], match[2].removeprefix("../")
+        if files.get_file_from_path(name) or not (ROOT / name).exists():  # a page, an anchor or an address
             return match.group()
-        place = (folder / target).resolve()
-        if not place.exists():
-            return match.group()
-        name = str(place.relative_to(ROOT.resolve()))
-        return f"`{name}`" if text.strip("`") in (name, place.name) else f"{text} (`{name}`)"
+        return f"`{name}`" if text.strip("`") in (name, Path(name).name) else f"{text} (`{name}`)"
 
     return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", shown, markdown)
 
