@@ -26,13 +26,8 @@ KERNELS = {
     op: sorted(name for name, variant in variants(op).items() if variant.kernels)
     for op in ("ag_gemm", "gemm_rs", "gemm_ar")
 }
-# (op, name, number of ranks); doubling takes no fewer than four.
-EVERY = [
-    (op, name, size)
-    for op, names in KERNELS.items()
-    for name in names
-    for size in ((4,) if name == "doubling" else (2, 3))
-]
+# (op, name, number of ranks).
+EVERY = [(op, name, size) for op, names in KERNELS.items() for name in names for size in (2, 3)]
 # Rows (of a rank, but for gemm_ar), N, K: the last rows and columns of tiles hang over, and so does the depth.
 SHAPES = ((33, 40, 56), (5, 72, 40), (40, 24, 24), (7, 136, 72), (21, 56, 72))
 # Dtype, layout, reduction of gemm_rs; all of them, for each op as far as it has them.
@@ -107,7 +102,7 @@ def test_fp8(rank: int, op: str, variant: str, world_size: int) -> None:
         check(problem, variant, seed, default=op != "gemm_ar")
 
 
-@pytest.mark.parametrize("variant", some(name for name in KERNELS["ag_gemm"] if name != "doubling"))
+@pytest.mark.parametrize("variant", some(KERNELS["ag_gemm"]))
 def test_same_bits_again_and_again(rank: int, world_size: int, variant: str) -> None:
     """With calls of other ops and other values in between."""
     communicator = get_communicator()

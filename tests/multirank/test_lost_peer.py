@@ -26,8 +26,8 @@ ENVIRONMENT = {**HOST, "TUNEDCOMM_PEER_TIMEOUT_S": str(PEER_TIMEOUT_S)}
 RANKS = Ranks(WORLD_SIZE, env=ENVIRONMENT, timeout=500, forget=False)
 MOVES = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"), (600,))
 SHAPES = {**MOVES, "ag_gemm": (63, 56, 72), "gemm_rs": (63, 56, 72), "gemm_ar": (40, 72, 40)}
-# The second takes no three ranks, the first has tests of its own.
-ELSEWHERE = ("hierarchical", "doubling", "in_order")
+# The first has tests of its own, the second waits in the library.
+ELSEWHERE = ("hierarchical", "in_order")
 WAITING = [
     f"{op} {name}"
     for op in SHAPES

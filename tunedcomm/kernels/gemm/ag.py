@@ -27,7 +27,7 @@ those that give some SMs to communication (FLUX, Triton-distributed).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -333,30 +333,22 @@ class Pushes:
 
 
 def pushes_by_copies(
-    problem: Problem, workspace: Workspace, panels: Panels, num_streams: int, chunk_rows: int,
-    order: Sequence[int] | None = None,
-) -> Pushes:  # fmt: skip
-    """Pushes by copy engines, chunk by chunk; the peers share the side streams in turn.
-
-    Args:
-        problem, workspace, panels: of the plan.
-        num_streams: side streams.
-        chunk_rows: of a chunk.
-        order: peers, by how many ranks they are ahead; by default rank + 1 first, then rank + 2, …
-    """
+    problem: Problem, workspace: Workspace, panels: Panels, num_streams: int, chunk_rows: int
+) -> Pushes:
+    """Pushes by copy engines, chunk by chunk, to rank + 1 first; the peers share the side streams in turn."""
     copies = copies_of(workspace, problem.mode)
     sender, sides = Sender(copies, workspace.rank, panels.local), copies.streams[:num_streams]
     rows, row_bytes = rows_of(problem), problem.shape[2] * ITEMSIZE[problem.dtype]
     scales = _scales_offset(problem) if problem.scaling == "rowwise" else 0
 
     def send(a: int, scale_a: int) -> None:
-        for number, step in enumerate(order or range(1, problem.world_size)):
+        for step, peer in enumerate(panels.peers[: problem.world_size - 1]):
             for chunk, start in enumerate(range(0, rows, chunk_rows)):
                 count, first = min(chunk_rows, rows - start), workspace.rank * rows + start
                 moves = [(PANEL_DATA + first * row_bytes, a + start * row_bytes, count * row_bytes)]
                 if scales:
                     moves.append((scales + first * 4, scale_a + start * 4, count * 4))
-                sender.send(sides[number % len(sides)], panels.peers[step - 1], chunk, *moves)
+                sender.send(sides[step % len(sides)], peer, chunk, *moves)
 
     return Pushes(copies, sides, send)
 

@@ -5,16 +5,9 @@ a part's first tiles take the SMs that the last tiles of the one before leave. G
 whatever SMs a kernel beside them wants become free. A call's begin, an exchange of flags after which peers may write
 each other's panels, is on a side stream: the first GEMM reaches no panels of peers and need not wait for anybody.
 
-**ag_gemm.** Side streams push this rank's shard into the peers' panels. Meanwhile the own shard is multiplied, then
-those of the peers; before each product a kernel of one block waits for the flags of its rows.
-
-- chunked: a product for each chunk of the shards of rank − 1, rank − 2, …. Copy engines push, chunk by chunk (see
-  `ag.pushes_by_copies`), or a kernel of a few blocks (see `ag.send_shard`).
-- doubling: a product of the own shard, then of one other, then of two, of four: as many as there are already. The j-th,
-  from j = 0 on, is of the 2^j ranks whose numbers differ from this one's in bit j and perhaps in lower bits: neighbours
-  in the gathered A. Copy engines push to rank ⊕ 1, rank ⊕ 2, …: in every step each rank sends to one peer and hears
-  from one, and the shards come in the order of the products. There are fewer and larger products, log₂ n + 1 instead of
-  n, which is what few columns want; but the last one waits for all of its shards.
+**ag_gemm chunked.** Side streams push this rank's shard into the peers' panels: copy engines, chunk by chunk (see
+`ag.pushes_by_copies`), or a kernel of a few blocks (see `ag.send_shard`). Meanwhile the own shard is multiplied, then
+each chunk of the shards of rank − 1, rank − 2, …; before each product a kernel of one block waits for its flag.
 
 **gemm_rs chunked.** Shards are multiplied in the order rank + 1, rank + 2, …, the own one last, each in `chunks` parts.
 A part for another rank goes into this rank's own panels, behind its slots. A side stream waits for it and pushes it
@@ -46,15 +39,15 @@ have joined the streams that read them; where peers pull, a call ends with one o
 
 Numerics: library (the products, whose order over the depth is cuBLAS's choice; sums over ranks are ordered and made
 once). Graph-safe: side streams fork from the caller's and join it; flags hold call numbers.
-Source: asynchronous tensor parallelism in PyTorch, cut by chunk, with flags and sums of our own; the pairs of
-recursive-doubling all-gathers; two-shot all_reduce over decomposed GEMMs, our own arrangement.
+Source: asynchronous tensor parallelism in PyTorch, cut by chunk, with flags and sums of our own; two-shot all_reduce
+over decomposed GEMMs, our own arrangement.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
@@ -91,12 +84,11 @@ from tunedcomm.symm.layout import PANEL_DATA
 if TYPE_CHECKING:
     import torch
 
-    from tunedcomm.symm.workspace import Panels, Workspace
+    from tunedcomm.symm.workspace import Workspace
 
 _TILE = 128  # rows of the library's tiles
 _MULTIPLE = 16  # of rows in a chunk of a shard
 _WARPS = 16  # of kernels that send or sum
-_LEAST_RANKS = 4  # with fewer, products of doubling are those of chunked
 # Events behind those of `ag.Pushes` and `ag.Gathered`: the caller's stream, the begin, a part's product (of every other
 # one beside), the end of those, a sum, all peers' sums; then the ends of the side streams.
 _START, _BEGUN, _MADE, _MADE_BESIDE, _BESIDE, _SUMMED, _READY, _DONE = range(NUM_STREAMS + 1, NUM_STREAMS + 9)
@@ -106,14 +98,6 @@ _START, _BEGUN, _MADE, _MADE_BESIDE, _BESIDE, _SUMMED, _READY, _DONE = range(NUM
 def await_kernel(panels, source, chunk, timeout_ns, status):
     """One block: chunk `chunk` of rank `source` is here."""
     await_chunk(panels, source, chunk, call_number(panels), timeout_ns, status)
-
-
-@triton.jit
-def await_ranks_kernel(panels, first, count, timeout_ns, status):
-    """One block: the shards of `count` ranks from `first` on are here."""
-    number = call_number(panels)
-    for source in tl.range(first, first + count):
-        await_chunk(panels, source, 0, number, timeout_ns, status)
 
 
 @triton.jit
@@ -238,65 +222,13 @@ class _Products:
         self.copies.record(_BEGUN, side)
 
 
-class _GatherVariant(VariantBase):
-    """A variant of ag_gemm; its second kernel waits for rows of the gathered A."""
+_AWAIT_REQUEST = CompileRequest.of(await_kernel, {}, num_warps=1)
 
+
+class ChunkedGather(VariantBase, registered=True):
     op = "ag_gemm"
-    numerics = "library"
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        packets = config.get("transport") == "sm"  # which want rows as descriptors do
-        return (
-            refuse_gemm(problem, limits, panel_bytes=ag.panel_bytes(problem), descriptors=packets)
-            or library.refuse_scaled(problem, limits)
-            or refuse_streams(problem, config["streams"])
-        )
-
-    def await_request(self) -> CompileRequest:
-        return CompileRequest.of(self.kernels[1], {}, num_warps=1)
-
-    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
-        return (begin_request(problem.world_size), self.await_request())
-
-    def launch(
-        self, problem: Problem, config: Config, workspace: Workspace, panels: Panels, pushes: ag.Pushes,
-        pieces: Sequence[tuple[int, int, int, int]],
-    ) -> Launch:  # fmt: skip
-        """A launch of the call's begin, the pushes, and the products of the own shard and of all pieces.
-
-        A piece is two arguments of the kernel that waits for it, and its first row and its end in the gathered A.
-        """
-        begin, copied = bind_begin(problem, workspace, panels), ag.Gathered(problem, workspace, panels)
-        copies, products = copies_of(workspace, problem.mode), _Products(problem, config, workspace)
-        everything, scales = ag.gathered_in(panels, problem)
-        rows = rows_of(problem)
-        own = slice(workspace.rank * rows, (workspace.rank + 1) * rows)
-        kernel = bind_kernel(self.await_request(), 1, workspace.device)
-        waits = (workspace.timeout_ns, workspace.status_argument(problem))
-        waited = [(kernel.fix((panels.local, *which, *waits)), first, end) for *which, first, end in pieces]
-
-        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            operands, out, side = ready_to_cut(problem, operands_of(problem, inputs)), outputs[0], copies.streams[0]
-            gathered = operands._replace(a=everything, scale_a=operands.scale_a if scales is None else scales)
-            a = operands.a.data_ptr()
-            products.begin(stream, side, begin)
-            pushes.begin(side, a, operands.scale_a.data_ptr() if problem.scaling else 0)
-            copied.begin(stream, a, outputs)
-            products.multiply(0, stream, operands, out[own])
-            copies.wait(stream, _BEGUN)
-            products.wait(_BEGUN)
-            for number, (wait, first, end) in enumerate(waited, 1):
-                wait(products.stream_of(number, stream))
-                products.multiply(number, stream, gathered.of_rows(problem, first, end), out[first:end])
-            products.join(stream)
-            copied.end(stream, outputs)
-            pushes.end(stream)
-
-        return run
-
-
-class ChunkedGather(_GatherVariant, registered=True):
     name = "chunked"
+    numerics = "library"
     summary = "cuBLAS once a chunk, as the chunks come; copy engines or a few blocks push them"
     kernels = (begin_panels_kernel, await_kernel, ag.send_kernel)
     space = Space(
@@ -311,7 +243,12 @@ class ChunkedGather(_GatherVariant, registered=True):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         senders, by_copies = int(config["comm_blocks"]), config["transport"] == "copy_engine"
-        if reason := super().infeasible(problem, config, limits):
+        if reason := (
+            # The kernel that sends wants rows as descriptors do.
+            refuse_gemm(problem, limits, panel_bytes=ag.panel_bytes(problem), descriptors=not by_copies)
+            or library.refuse_scaled(problem, limits)
+            or refuse_streams(problem, config["streams"])
+        ):
             return reason
         if by_copies and senders != 1:
             return "copy engines take no blocks: only comm_blocks=1"
@@ -333,52 +270,49 @@ class ChunkedGather(_GatherVariant, registered=True):
         return CompileRequest.of(ag.send_kernel, {**constants, "WORLD_SIZE": problem.world_size}, num_warps=_WARPS)
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
-        found = super().compile_requests(problem, config)
+        found = (begin_request(problem.world_size), _AWAIT_REQUEST)
         return found if config["transport"] == "copy_engine" else (*found, self._send_request(problem))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        rows, world_size = rows_of(problem), problem.world_size
+        rows, world_size, rank = rows_of(problem), problem.world_size, workspace.rank
         panels = workspace.panels(problem.mode, ag.panel_bytes(problem))
         span = ag.rows_of_chunk(problem, config, _MULTIPLE)
-        pieces = []
-        for turn in range(1, world_size):
-            source = (workspace.rank - turn) % world_size
-            for chunk, start in enumerate(range(0, rows, span)):
-                pieces.append((source, chunk, source * rows + start, source * rows + min(start + span, rows)))
         if config["transport"] == "copy_engine":
             pushes = ag.pushes_by_copies(problem, workspace, panels, int(config["streams"]), span)
         else:
             kernel = bind_kernel(self._send_request(problem), int(config["comm_blocks"]), workspace.device)
             pushes = ag.pushes_by_kernel(problem, workspace, panels, kernel, span)
-        return self.launch(problem, config, workspace, panels, pushes, pieces)
+        begin, copied = bind_begin(problem, workspace, panels), ag.Gathered(problem, workspace, panels)
+        copies, products = copies_of(workspace, problem.mode), _Products(problem, config, workspace)
+        everything, scales = ag.gathered_in(panels, problem)
+        own = slice(rank * rows, (rank + 1) * rows)
+        waiter = bind_kernel(_AWAIT_REQUEST, 1, workspace.device)
+        waits = (workspace.timeout_ns, workspace.status_argument(problem))
+        chunks = []  # (wait, first row and end in the gathered A), in the order of arrival
+        for source in ((rank - turn) % world_size for turn in range(1, world_size)):
+            for chunk, start in enumerate(range(0, rows, span)):
+                first, end = source * rows + start, source * rows + min(start + span, rows)
+                chunks.append((waiter.fix((panels.local, source, chunk, *waits)), first, end))
 
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            """See the module's text."""
+            operands, out, side = ready_to_cut(problem, operands_of(problem, inputs)), outputs[0], copies.streams[0]
+            gathered = operands._replace(a=everything, scale_a=operands.scale_a if scales is None else scales)
+            a = operands.a.data_ptr()
+            products.begin(stream, side, begin)
+            pushes.begin(side, a, operands.scale_a.data_ptr() if problem.scaling else 0)
+            copied.begin(stream, a, outputs)
+            products.multiply(0, stream, operands, out[own])
+            copies.wait(stream, _BEGUN)
+            products.wait(_BEGUN)
+            for number, (wait, first, end) in enumerate(chunks, 1):
+                wait(products.stream_of(number, stream))
+                products.multiply(number, stream, gathered.of_rows(problem, first, end), out[first:end])
+            products.join(stream)
+            copied.end(stream, outputs)
+            pushes.end(stream)
 
-class Doubling(_GatherVariant, registered=True):
-    name = "doubling"
-    summary = "cuBLAS of the own shard, then of 1, 2, 4 others, as copy engines bring them"
-    kernels = (begin_panels_kernel, await_ranks_kernel)
-    space = Space({"gemm_streams": Choice(1, 2), "streams": Choice(1, 2, 3)})
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        count = problem.world_size
-        if count < _LEAST_RANKS or count & (count - 1):
-            return f"{count} ranks are no power of two from {_LEAST_RANKS} on"
-        return super().infeasible(problem, config, limits)
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return {"gemm_streams": 1, "streams": 1}
-
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        panels = workspace.panels(problem.mode, ag.panel_bytes(problem))
-        rows, rank, world_size = rows_of(problem), workspace.rank, problem.world_size
-        order = [((rank ^ turn) - rank) % world_size for turn in range(1, world_size)]
-        pushes = ag.pushes_by_copies(problem, workspace, panels, int(config["streams"]), rows, order)
-        pieces, count = [], 1
-        while count < world_size:
-            first = (rank // count ^ 1) * count
-            pieces.append((first, count, first * rows, (first + count) * rows))
-            count *= 2
-        return self.launch(problem, config, workspace, panels, pushes, pieces)
+        return run
 
 
 _PUSH_REQUEST = CompileRequest.of(push_chunk_kernel, {"BLOCK": 32 * _WARPS}, num_warps=_WARPS)
