@@ -26,9 +26,9 @@ import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.kernels.all_reduce.bias import bias_rows_kernel
 from tunedcomm.kernels.common import launch
-from tunedcomm.kernels.common.launch import bind_kernel
-from tunedcomm.kernels.common.nan import NAN_BITS, NUM_CELLS, count_nan_request
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.ops import call as call_module
 from tunedcomm.spec import register_variant, variants
 from tunedcomm.symm import workspace
@@ -175,17 +175,17 @@ def test_a_forked_child_is_no_rank(rank: int) -> None:
 
 def test_threads_that_launch(rank: int) -> None:
     """Kernels that wait for nobody, so that their order does not matter."""
-    bind = bind_kernel(count_nan_request(4), NUM_CELLS, torch.device("cpu")).fix((None,) * 5)
+    request = CompileRequest.of(bias_rows_kernel, {"DTYPE": "float32", "BLOCK": 32, "PDL": False}, num_warps=1)
+    bind = bind_kernel(request, 2, torch.device("cpu")).fix((None,) * 4)
     failures: list[BaseException] = []
 
     def launch(count: int) -> None:
-        x = torch.ones(700 * count)
-        x[:count] = float("nan")
+        bias = torch.full((64,), float(count))
         try:
             for _ in range(NUM_LAUNCHES):
-                cells = torch.zeros(NUM_CELLS, dtype=torch.int64)
-                bind(0, x.data_ptr(), x.numel(), *NAN_BITS["float32"], cells.data_ptr())
-                assert int(cells.sum()) == count
+                x = torch.zeros(count, 64)
+                bind(0, x.data_ptr(), bias.data_ptr(), x.nbytes // 16, bias.nbytes // 16)
+                assert (x == count).all()
         except BaseException as error:  # noqa: BLE001 - raised below
             failures.append(error)
 

@@ -14,8 +14,8 @@ graphs and eager calls of the group take turns in the order in which the host la
 every rank: the graph waits for the event that every eager call records, and eager calls wait for the graph's event.
 
 **NaN check** (TUNEDCOMM_NAN_CHECK). Eager calls count NaN on their stream, wait for the count and raise before the
-collective is launched. In a capture nothing can be waited for: the count is captured too, leaves what it finds in
-pinned host memory at every replay, and the group's next call raises.
+collective is launched. In a capture nothing can be waited for: the count is captured too, every replay adds what it
+finds to a sum that it copies to pinned host memory, and the group's next call raises.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from tunedcomm.errors import NanInputError
-from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
-from tunedcomm.kernels.common.nan import NAN_BITS, NUM_CELLS, WIDTHS, count_nan_request
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.spec import Problem, get_op, ops
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ SHARE_OF_EAGER = 0.5
 # Times an op's tolerance that a kernel's result may differ from the library's.
 _ALLOWED = 4
 _SIXTEEN_BITS = 2  # bytes
-_NAMES = {getattr(torch, name): name for name in NAN_BITS}
 
 # Not empty while any group is intercepted.
 intercepted: list[bool] = []
@@ -243,13 +241,9 @@ class LaneOrder:
         return take_turn
 
 
-def _count(tensor: torch.Tensor) -> int:
-    """Elements that are NaN; waits for the current stream."""
-    if not tensor.is_floating_point():
-        return 0
-    if tensor.element_size() == 1:
-        tensor = tensor.float()  # torch compares no 8-bit floats
-    return int(torch.isnan(tensor).sum())
+def _count(tensor: torch.Tensor) -> torch.Tensor:
+    """The number of elements that are NaN, on the tensor's device."""
+    return torch.isnan(tensor.float() if tensor.element_size() == 1 else tensor).sum()  # torch compares no 8-bit floats
 
 
 class NanWatch:
@@ -261,26 +255,25 @@ class NanWatch:
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
-        self._rank = rank
-        self._ops = sorted(ops())
-        pinned = device.type == "cuda"
-        self._cells = torch.zeros(len(self._ops), NUM_CELLS, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        # Made here, for in a capture nothing may be loaded.
-        self._counts = {
-            width: bind_kernel(count_nan_request(width), NUM_CELLS, device).fix((None,) * 5) for width in WIDTHS
-        }
+        self._rank, self._ops = rank, sorted(ops())
+        with torch.inference_mode(mode=False):  # whatever mode later calls are made in
+            # NaN that replays have found, by op: where they add, what they copied to the host, and what was raised.
+            self._found = torch.zeros(len(self._ops), dtype=torch.int64, device=device)
+            self._copied = torch.zeros_like(self._found, device="cpu", pin_memory=device.type == "cuda")
+            self._raised = torch.zeros_like(self._found, device="cpu")
+        self._found[0] += _count(torch.zeros(1, device=device))  # in a capture nothing may be loaded
 
     def guard(self, problem: Problem, launch: Launch) -> Launch:
         """`launch` after a look at its inputs; those that hold no floating-point numbers are let through."""
         row, spec = self._ops.index(problem.op), get_op(problem.op)
 
-        def cleared(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return spec.cleared(problem, inputs, ())[0]
+        def floats(inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+            cleared = spec.cleared(problem, inputs, ())[0]  # fused ops have numbers among their inputs
+            return [value for value in cleared if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
         def look_and_launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             self.check()
-            found = sum(_count(tensor) for tensor in cleared(inputs) if isinstance(tensor, torch.Tensor))
-            if found:
+            if found := sum(int(_count(tensor)) for tensor in floats(inputs)):
                 raise NanInputError(
                     f"{problem.op}: {found} NaN in the input of rank {self._rank}. This rank did not make the call, so "
                     "the others will miss it (PeerTimeoutError, or the library's own time-out) and the group is out of "
@@ -290,30 +283,24 @@ class NanWatch:
 
         def count_and_launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             self.check()
-            for tensor in cleared(inputs):
-                if isinstance(tensor, torch.Tensor):  # fused ops have numbers among their inputs
-                    self._capture(tensor, row, stream)
+            for tensor in floats(inputs):
+                self._found[row] += _count(tensor)
+            self._copied.copy_(self._found, non_blocking=True)
             launch(inputs, outputs, stream)
 
         return count_and_launch if problem.mode == "graph" else look_and_launch
 
-    def _capture(self, tensor: torch.Tensor, row: int, stream: int) -> None:
-        name = _NAMES.get(tensor.dtype)
-        if name is not None and tensor.numel():
-            cells = self._cells[row].data_ptr()
-            self._counts[tensor.element_size()](stream, tensor.data_ptr(), tensor.numel(), *NAN_BITS[name], cells)
-
     def check(self) -> None:
-        """Raise if a replayed graph found NaN, once.
+        """Raise if replayed graphs found NaN, once.
 
         Raises:
-            NanInputError: names the op, the rank and how many there were in the last replay that found some.
+            NanInputError: names the op, the rank and how many replays found since the last error.
         """
-        if not self._cells.any():
+        new = self._copied - self._raised
+        if not new.any():
             return
-        found = {op: int(cells.sum()) for op, cells in zip(self._ops, self._cells, strict=True) if cells.any()}
-        self._cells.zero_()
-        said = "; ".join(f"{op}: {count} NaN" for op, count in found.items())
+        self._raised += new
+        said = "; ".join(f"{op}: {count} NaN" for op, count in zip(self._ops, new.tolist(), strict=True) if count)
         raise NanInputError(
             f"{said} in the input of rank {self._rank}, in a captured graph that was replayed before this call. The "
             "replay sent them on: find where they come from, or unset TUNEDCOMM_NAN_CHECK to let them through"
