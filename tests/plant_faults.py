@@ -30,7 +30,7 @@ AREAS = {
         "unit/test_db_misses.py",
     ],
     "db": ["unit/test_db_*.py"],
-    "tuner": ["unit/test_tuner_*.py", "multirank/test_tuner_faults.py", "multirank/test_verify.py"],
+    "tuner": ["unit/test_tuner_*.py", "multirank/test_tuner_faults.py"],
     "ops": [
         "multirank/test_bad_input.py", "multirank/test_fast_calls.py", "multirank/test_dispatch.py",
         "multirank/test_gemm_calls.py", "multirank/test_all_reduce_rms_norm.py", "multirank/test_all_to_all.py",

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import random
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from bodies import captured, stream
-from bodies import same_bits as same
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
@@ -22,22 +18,10 @@ from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_vari
 
 OP = os.environ.get("GEMM_OP", "gemm_rs")
 FP8 = torch.float8_e4m3fn
-# M is a multiple of 2, 3 and 4 ranks, and a share of it seldom one of a tile; N and K are odd multiples of 8 or 16.
-SHAPES = (
-    *((12, 256, 512), (24, 1024, 1032), (48, 320, 264), (132, 136, 72), (36, 8192, 2048), (264, 528, 1040)),
-    *((360, 1024, 1552), (516, 520, 1032), (1032, 2064, 528), (2052, 2048, 1024), (3012, 1296, 2064)),
-    *((4096 * 3, 1024, 512),),
-)
+
+
 # (dtype, how B is stored, scaling)
-KINDS = (
-    ("bfloat16", "nk", ""),
-    ("bfloat16", "kn", ""),
-    ("float16", "nk", ""),
-    ("float8_e4m3fn", "nk", "rowwise"),
-    ("float16", "kn", ""),
-    ("float8_e4m3fn", "nk", "tensorwise"),
-    ("float8_e4m3fn", "kn", "rowwise"),
-)
+KINDS = (("bfloat16", "nk", ""), ("bfloat16", "kn", ""), ("float8_e4m3fn", "nk", "rowwise"))
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -52,16 +36,10 @@ def names() -> list[str]:
     return [name for name in found if not (shared and OP == "gemm_rs" and name == "copy_engine")]
 
 
-def extra(number: int) -> str:
-    """What a layout has besides, in turn."""
-    return ("", {"ag_gemm": "+gathered", "gemm_ar": "+bias"}.get(OP, ""), "+float32", "")[number % 4]
-
-
-def problem_of(shape: tuple[int, int, int], kind: tuple[str, str, str], ending: str = "", op: str = OP) -> Problem:
+def problem_of(shape: tuple[int, int, int], kind: tuple[str, str, str]) -> Problem:
     dtype, stored, scaling = kind
-    reduction = "" if op == "ag_gemm" else "sum"
-    world_size = dist.get_world_size()
-    return Problem(op, shape, dtype, world_size, reduction, layout=stored + ending, scaling=scaling)
+    reduction = "" if OP == "ag_gemm" else "sum"
+    return Problem(OP, shape, dtype, dist.get_world_size(), reduction, layout=stored, scaling=scaling)
 
 
 def case_of(problem: Problem, seed: int, kind: str = "random") -> tuple[Tensors, Tensors]:
@@ -85,10 +63,6 @@ def error_of(outputs: Tensors, expected: Tensors) -> float:
     )
 
 
-def same_bits(one: Tensors, other: Tensors) -> bool:
-    return all(same(a, b) for a, b in zip(one, other, strict=True))
-
-
 def is_exact(outputs: Tensors, expected: Tensors) -> bool:
     """For whole numbers, of which every partial sum can be held."""
     return all(torch.equal(a.double(), b.to(a.dtype).double()) for a, b in zip(outputs, expected, strict=True))
@@ -102,111 +76,18 @@ def is_right(name: str, problem: Problem, outputs: Tensors, expected: Tensors) -
     return is_exact(outputs, expected)
 
 
-def some_configs(problem: Problem, name: str, shuffle: random.Random, count: int) -> Iterator[dict[str, Any]]:
-    """The default and a few others that can run, the same on every rank."""
-    limits, variant = get_communicator().limits, get_variant(problem.op, name)
-    default = variant.default(problem, limits)
-    if variant.infeasible(problem, default, limits) is not None:
-        return
-    yield default
-    every = list(variant.space.enumerate())
-    shuffle.shuffle(every)
-    fit = (config for config in every if config != default and variant.infeasible(problem, config, limits) is None)
-    for _ in range(count):
-        if (config := next(fit, None)) is not None:
-            yield config
-
-
-def bound(problem: Problem, name: str, config: dict[str, Any], failed: Counter[str] | None = None) -> Any:
-    """A launch, or None where it does not fit on the GPU; the ranks come to the same answer, for they are alike.
-
-    Args:
-        failed: counts configs that do not compile, which raise if it is not given.
-    """
-    try:
-        return get_communicator().bind(problem, Candidate.of(problem.op, name, config))
-    except InfeasibleError:
-        return None
-    except Exception:
-        if failed is None:
-            raise
-        failed[name] += 1
-        return None
-
-
-def variants_body() -> dict[str, object]:
-    """Every variant's default and others, at many shapes, dtypes and layouts: near float64, the same bits each time."""
-    comm, shuffle, checked, failed = get_communicator(), random.Random(5), Counter[str](), Counter[str]()
-    worst: dict[str, float] = {}
-    for number, shape in enumerate(SHAPES):
-        for step in range(2):
-            kind = KINDS[(2 * number + step) % len(KINDS)]
-            problem = problem_of(shape, kind, extra(number + step))
-            inputs, expected = case_of(problem, number)
-            for name in names():
-                for index, config in enumerate(some_configs(problem, name, shuffle, 1 + (step == 0))):
-                    launch = bound(problem, name, config, failed if index else None)
-                    if launch is None:
-                        continue
-                    before: Tensors | None = None
-                    for _ in range(3):
-                        outputs = poisoned(problem)
-                        launch(inputs, outputs, stream())
-                        error = error_of(outputs, expected)
-                        allowed = TOLERANCE[problem.scaling or problem.dtype]
-                        assert error <= allowed, (str(problem), name, config, error)
-                        ordered = get_variant(OP, name).numerics == "ordered"
-                        assert before is None or not ordered or same_bits(outputs, before), (str(problem), name, config)
-                        before = outputs
-                    dist.barrier()
-                    assert not get_communicator().workspace.rearm(problem.mode), (str(problem), name, config)
-                    worst[name] = max(worst.get(name, 0.0), error)
-                    checked[name] += 1
-            comm.check_peers()
-    assert all(checked[name] for name in names() if name != "multimem"), (checked, failed)
-    return {"checked": dict(checked), "failed": dict(failed), "worst": {n: f"{e:.1e}" for n, e in worst.items()}}
-
-
-def ordered_body() -> dict[str, object]:
-    """Ordered variants and all their configs give the same bits."""
-    comm, shuffle, tried = get_communicator(), random.Random(11), Counter[str]()
-    differ: dict[str, list[str]] = {}
-    for number, shape in enumerate(SHAPES[4:]):
-        problem = problem_of(shape, KINDS[number % len(KINDS)])
-        inputs, _ = case_of(problem, number)
-        first: Tensors | None = None
-        for name in names():
-            if get_variant(OP, name).numerics != "ordered":
-                continue
-            for config in some_configs(problem, name, shuffle, 4):
-                launch = bound(problem, name, config, Counter())
-                if launch is None:
-                    continue
-                outputs = poisoned(problem)
-                launch(inputs, outputs, stream())
-                torch.cuda.synchronize()
-                tried[name] += 1
-                if first is None:
-                    first = outputs
-                elif not same_bits(outputs, first):
-                    differ.setdefault(str(problem), []).append(f"{name} {config}")
-        comm.check_peers()
-    assert not differ, differ
-    assert all(tried[name] > 1 for name in names() if get_variant(OP, name).numerics == "ordered"), tried
-    return {"tried": dict(tried)}
-
-
 def chain_body() -> dict[str, object]:
     """Graphs of launches that follow each other, with inputs that are overwritten at once, replayed with new ones."""
     comm, length, replays = get_communicator(), 6, 12
-    for shape, kind in (((48, 512, 520), KINDS[0]), ((516, 520, 1032), KINDS[1]), ((1032, 1024, 528), KINDS[3])):
+    for shape, kind in (((48, 512, 520), KINDS[0]), ((516, 520, 1032), KINDS[1]), ((1032, 1024, 528), KINDS[2])):
         problem = problem_of(shape, kind)
         for name in names():
             config = get_variant(OP, name).default(problem, comm.limits)
             if check_candidate(problem, Candidate.of(OP, name, config), comm.limits):
                 continue
-            launch = bound(problem, name, config)
-            if launch is None:
+            try:
+                launch = comm.bind(problem, Candidate.of(OP, name, config))
+            except InfeasibleError:  # it does not fit on the GPU; the ranks come to the same answer, for they are alike
                 continue
             sources = [case_of(problem, seed, "integers")[0] for seed in range(length)]
             held = tuple(torch.empty_like(tensor) for tensor in sources[0])

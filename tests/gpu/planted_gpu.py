@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from planted_gpu_cases import BAD, SHAPE
+from spec_samples import toy_variant
 
-from tunedcomm.space import Config, Space
-from tunedcomm.spec import Limits, Problem, Variant, get_variant, register_variant
+from tunedcomm.space import Config
+from tunedcomm.spec import Limits, Problem, get_variant, register_variant
 
 Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
 
@@ -32,74 +33,63 @@ def compiles_for_ever(launch: Launch, problem: Problem) -> Launch:
     return launch
 
 
-def device_spins_on_one_rank(launch: Launch, problem: Problem) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        if dist.get_rank() == 1:
-            torch.cuda._sleep(1 << 41)  # minutes: only the end of the process ends it
-        launch(inputs, outputs, stream)
-
-    return run
-
-
-def host_sleeps_on_one_rank(launch: Launch, problem: Problem) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        if dist.get_rank() == 1:
-            time.sleep(600)
-        launch(inputs, outputs, stream)
-
-    return run
-
-
 def launch_missing_on_one_rank(launch: Launch, problem: Problem) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        if dist.get_rank() != 1:
+    return lambda inputs, outputs, stream: None if dist.get_rank() == 1 else launch(inputs, outputs, stream)
+
+
+def before(act: Callable[[], object]) -> Callable[[Launch, Problem], Launch]:
+    """Good but for what rank 1 does before each launch."""
+
+    def spoil(launch: Launch, problem: Problem) -> Launch:
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            if dist.get_rank() == 1:
+                act()
             launch(inputs, outputs, stream)
 
-    return run
+        return run
+
+    return spoil
 
 
-def nan_on_odd_sizes(launch: Launch, problem: Problem) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        launch(inputs, outputs, stream)
-        if problem.numel % 8:
-            outputs[0][problem.numel // 8 * 8 :] = float("nan")
+def after(change: Callable[[Problem, torch.Tensor], object]) -> Callable[[Launch, Problem], Launch]:
+    """Good but for what `change` does to the output."""
 
-    return run
+    def spoil(launch: Launch, problem: Problem) -> Launch:
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            launch(inputs, outputs, stream)
+            change(problem, outputs[0])
 
+        return run
 
-def raises_on_one_rank(launch: Launch, problem: Problem) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        if dist.get_rank() == 1:
-            raise ValueError("planted launch error")
-        launch(inputs, outputs, stream)
-
-    return run
+    return spoil
 
 
-def segfaults_on_one_rank(launch: Launch, problem: Problem) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        launch(inputs, outputs, stream)
-
-    return run
+def fail() -> None:
+    raise ValueError("planted launch error")
 
 
-def sticky_cuda_error(launch: Launch, problem: Problem) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        launch(inputs, outputs, stream)
-        torch._assert_async(torch.zeros(1, device=outputs[0].device))
-
-    return run
+def spoil_the_tail(problem: Problem, output: torch.Tensor) -> None:
+    if problem.numel % 8:
+        output[problem.numel // 8 * 8 :] = float("nan")
 
 
-def wrong_by_one_element(launch: Launch, problem: Problem) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        launch(inputs, outputs, stream)
-        if dist.get_rank() == 1:
-            outputs[0].view(-1)[-1:] += 1.0
+def add_one_to_the_last(problem: Problem, output: torch.Tensor) -> None:
+    if dist.get_rank() == 1:
+        output.view(-1)[-1:] += 1.0
 
-    return run
+
+def write_behind(problem: Problem, output: torch.Tensor) -> None:
+    output.as_strided((8,), (1,), output.storage_offset() + problem.numel).fill_(7.0)
+
+
+device_spins_on_one_rank = before(lambda: torch.cuda._sleep(1 << 41))  # minutes: only the end of the process ends it
+host_sleeps_on_one_rank = before(lambda: time.sleep(600))
+raises_on_one_rank = before(fail)
+segfaults_on_one_rank = before(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+nan_on_odd_sizes = after(spoil_the_tail)
+sticky_cuda_error = after(lambda problem, output: torch._assert_async(torch.zeros(1, device=output.device)))
+wrong_by_one_element = after(add_one_to_the_last)
+writes_behind_its_output = after(write_behind)
 
 
 def stale_in_graphs(launch: Launch, problem: Problem) -> Launch:
@@ -144,14 +134,6 @@ def turns_wrong_late(launch: Launch, problem: Problem) -> Launch:
     return run
 
 
-def writes_behind_its_output(launch: Launch, problem: Problem) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        launch(inputs, outputs, stream)
-        outputs[0].as_strided((8,), (1,), outputs[0].storage_offset() + problem.numel).fill_(7.0)
-
-    return run
-
-
 def leaks(launch: Launch, problem: Problem) -> Launch:
     kept: list[torch.Tensor] = []
 
@@ -171,19 +153,7 @@ def plant(name: str, spoil: Callable[[Launch, Problem], Launch]) -> None:
     def bind(problem: Problem, config: Config, workspace: Any) -> Launch:
         return spoil(lamport(problem, workspace), problem)
 
-    register_variant(
-        Variant(
-            op="all_reduce",
-            name=name,
-            numerics="ordered",
-            summary=name,
-            space=Space(),
-            infeasible=infeasible,
-            default=lambda problem, limits: {},
-            bind=bind,
-            num_blocks=lambda problem, config: 1,
-        )
-    )
+    register_variant(toy_variant("all_reduce", name, infeasible=infeasible, bind=bind))
 
 
 for _name in BAD:

@@ -24,17 +24,16 @@ BODIES: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("bodies", "groups", (4,), {}),
     ("bodies", "dispatch current_device stream_order", (2, 3, 4), {}),
     ("bodies", "nodes", (4,), {"TUNEDCOMM_NODE_OF_RANK": "0,0,1,1"}),
-    ("gather_bodies", "variants dispatch", (2, 3, 4), {}),
-    ("gather_bodies", "configs chain streams symmetric progress", (2, 4), {}),
-    ("reduce_scatter_bodies", "variants dispatch", (2, 3, 4), {"timeout": 300.0}),
+    ("gather_bodies", "dispatch", (2, 3, 4), {}),
+    ("gather_bodies", "chain streams symmetric progress", (2, 4), {}),
+    ("reduce_scatter_bodies", "dispatch", (2, 3, 4), {"timeout": 300.0}),
     ("reduce_scatter_bodies", "large symmetric chain", (2, 4), {"timeout": 300.0}),
-    ("all_to_all_bodies", "variants chain public uneven", (2, 4), {}),
+    ("all_to_all_bodies", "chain public uneven", (2, 4), {}),
     ("all_to_all_bodies", "nan", (2,), {"TUNEDCOMM_NAN_CHECK": "1"}),
-    ("fused_bodies", "variants public chain", (2, 4), {}),
+    ("fused_bodies", "public chain", (2, 4), {}),
     ("gemm_bodies", "calls", (2, 3, 4), {"timeout": 300.0}),
     ("gemm_bodies", "kept", (2, 4), {"timeout": 120.0}),
-    *(("gemm_bodies", "variants chain", (2, 4), {**LONG, "GEMM_OP": op}) for op in GEMMS),
-    *(("gemm_bodies", "ordered", (2, 4), {"timeout": 300.0, "GEMM_OP": op}) for op in GEMMS),
+    *(("gemm_bodies", "chain", (2, 4), {**LONG, "GEMM_OP": op}) for op in GEMMS),
 ]
 
 

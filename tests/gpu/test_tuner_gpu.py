@@ -42,7 +42,7 @@ WAITED_FOR = {"compiles_for_ever": 8.0, "device_spins_on_one_rank": 8.0, "host_s
 
 def run(path: Path, variants: tuple[str, ...], plugins: tuple[str, ...]) -> dict[str, Any]:
     here = Path(__file__).parent
-    search = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    search = os.pathsep.join([str(here), *map(str, here.parents[:2]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", SWEEP, str(path), json.dumps(variants), json.dumps(plugins), json.dumps(SIZES)],
         # Each sweep compiles for itself: neither is measured by what the other has left in the cache.

@@ -8,14 +8,10 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.store import Database
 
 ROOT = Path(__file__).parents[2]
 # Generous: a test may share its host with others, and what is planted is far off.
@@ -68,21 +64,3 @@ def test_winners_are_verified(tmp_path: Path) -> None:
     assert code == 1
     assert verdicts(found)[4096] == "drifted"
     assert verdicts(found)[65536] in ("ok", "tied")
-
-
-@pytest.mark.gpu(2)
-def test_other_software_is_healed(tmp_path: Path) -> None:
-    first, path = tmp_path / "first.db", tmp_path / "older.db"
-    options = ("--shape", "65536", "--world-size", "2", "--trials", "8", "--variants", "lamport,two_shot")
-    assert command("tune", "--op", "all_reduce", *options, "--db", str(first))[0] == 0
-    with Database.open(first) as database, Database.open(path, create=True) as older:
-        (here,) = database.environments()
-        then = replace(here, driver="1.2.3")
-        older.record([replace(record, environment=then, run_id=None) for record in database.trials()])
-    layers = [Layer("user", str(path))]
-    assert all(row.drift for row in load_snapshot(here, 2, layers=layers).rows)
-    code, found = verify(path)
-    assert code == 0
-    assert all(w["stored"]["changes"] for w in found["winners"])
-    fresh = {row.candidate.variant for row in load_snapshot(here, 2, layers=layers).rows if not row.drift}
-    assert {w["variant"] for w in found["winners"]} <= fresh

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from planted_cases import OP, TOO_LARGE, TOO_LARGE_TO_CHECK
+from spec_samples import toy_op, toy_variant
 
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.space import Choice, Config, Space
-from tunedcomm.spec import Limits, Numerics, OpSpec, Problem, Variant, register_op, register_variant
+from tunedcomm.spec import Problem, register_op, register_variant
 
 Tensors = tuple[torch.Tensor, ...]
 Launch = Callable[[Tensors, Tensors, int], None]
@@ -47,19 +48,12 @@ def ordered_reference(problem: Problem, inputs: Sequence[Tensors], rank: int) ->
 
 def plant_op(name: str) -> None:
     register_op(
-        OpSpec(
-            name=name,
-            summary="sum over ranks",
-            reductions=("sum",),
-            dtypes=("float32",),
-            shape_help="number of elements",
-            rank_of_shape=1,
+        toy_op(
+            name,
             make_inputs=make_inputs,
             make_outputs=lambda problem, device: (torch.empty(problem.numel),),
             reference=reference,
             tolerance={"float32": 1e-6},
-            message_bytes=lambda problem: problem.nbytes,
-            busbw_factor=None,
             default_shapes=lambda backend, itemsize: [(64,), (1024,)],
             ordered_reference=ordered_reference,
         )
@@ -71,30 +65,8 @@ def add_up(inputs: Tensors, outputs: Tensors) -> None:
     dist.all_reduce(outputs[0])
 
 
-def plant(
-    name: str,
-    bind: Bind,
-    *,
-    op: str = OP,
-    space: Space | None = None,
-    numerics: Numerics = "ordered",
-    infeasible: Callable[[Problem, Config, Limits], str | None] = lambda problem, config, limits: None,
-) -> None:
-    points = space or Space()
-
-    register_variant(
-        Variant(
-            op=op,
-            name=name,
-            numerics=numerics,
-            summary=name,
-            space=points,
-            infeasible=infeasible,
-            default=lambda problem, limits: next(points.enumerate()),
-            bind=bind,
-            num_blocks=lambda problem, config: 1,
-        )
-    )
+def plant(name: str, bind: Bind, *, op: str = OP, space: Space | None = None, **changes: Any) -> None:
+    register_variant(toy_variant(op, name, space, bind=bind, **changes))
 
 
 def good(problem: Problem, config: Config, workspace: Any) -> Launch:

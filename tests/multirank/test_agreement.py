@@ -116,6 +116,7 @@ def test_databases(rank: int, name: str) -> None:
     databases, variant, warnings = DATABASES[name]
     with given(*(f"{database}.db" for database in databases)):
         said = same_everywhere(rank, variant)
+    assert not Path(path("never-made.db")).exists(), "dispatch makes no database"
     assert len(said) == len(warnings), said
     assert all(re.search(f"^0: .*{pattern}", text) for text, pattern in zip(said, warnings, strict=True)), said
 

@@ -124,7 +124,7 @@ def make_table(folder: Path) -> dict[str, str]:
 
 
 REASON = "until the switch is replaced"
-PINNED, TO_LIBRARY = 512, 640  # elements
+PINNED = 512  # elements
 
 
 def command(verb: str, numel: int, *more: str, database: str) -> tuple[int, str]:
@@ -139,12 +139,12 @@ def pinned_config() -> dict[str, object]:
 
 
 def prepare(folder: Path) -> dict[str, str]:
-    """The table with two pins, made and read by commands."""
+    """The table with a pin, made and read by commands."""
     variables = make_table(folder)
     database, config = variables["TEST_DB"], ",".join(f"{name}={value}" for name, value in pinned_config().items())
-    for numel, pin in ((PINNED, ("two_shot", "--config", config)), (TO_LIBRARY, ("library",))):
-        code, text = command("db pin", numel, "--variant", *pin, "--reason", REASON, database=database)
-        assert code == 0, text
+    pin = ("--variant", "two_shot", "--config", config, "--reason", REASON)
+    code, text = command("db pin", PINNED, *pin, database=database)
+    assert code == 0, text
     code, text = command("explain", PINNED, database=database)
     assert code == 0
     assert REASON in text
@@ -451,19 +451,6 @@ def test_pinned_variant_runs(rank: int) -> None:
     assert REASON in decision.why
 
 
-def test_library_can_be_pinned(rank: int) -> None:
-    x, _ = inputs_of(rank, WORLD_SIZE, TO_LIBRARY)
-    assert ran(lambda: tunedcomm.all_reduce(x))[0] == "library"
-    assert tunedcomm.explain(get_communicator(), problem(TO_LIBRARY)).source == "pin"
-
-
-def test_other_problems_are_left_alone(rank: int) -> None:
-    x, _ = inputs_of(rank, WORLD_SIZE, PINNED)
-    in_place = problem(PINNED, in_place=True)
-    assert tunedcomm.explain(get_communicator(), in_place).source == "interpolated"
-    assert ran(lambda: tunedcomm.all_reduce_(x))[0] == "lamport"
-
-
 def test_measurements_decide_again_once_it_is_unpinned(rank: int) -> None:
     x, expected = inputs_of(rank, WORLD_SIZE, PINNED)
     if rank == 0:
@@ -475,12 +462,6 @@ def test_measurements_decide_again_once_it_is_unpinned(rank: int) -> None:
         name, out = ran(lambda: tunedcomm.all_reduce(x))
         assert name == "lamport"
         assert same_bits(out, expected)
-
-
-def test_missing_pin_is_exit_code_1(tmp_path: Path) -> None:
-    code, text = command("db unpin", PINNED, database=make_table(tmp_path)["TEST_DB"])
-    assert code == 1
-    assert "no pin" in text
 
 
 def counts_its_calls(numel: int, group: Any = None) -> bool:

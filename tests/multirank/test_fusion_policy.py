@@ -230,16 +230,3 @@ def test_torch_logs() -> None:
     del env["TORCH_LOGS"]
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert "heard" not in done.stderr
-
-
-@pytest.mark.slow
-def test_inductor(rank: int) -> None:
-    """By `torch.compile` itself, from the cache the second time."""
-    x, w = operands(rank)
-    fusions = [tunedcomm.fusion_pass(when="always", even_shards=True) for _ in range(2)]
-    with torch.no_grad():
-        for fusion in fusions:
-            torch._dynamo.reset()
-            run = torch.compile(product, fullgraph=True, options={"post_grad_custom_post_pass": fusion})
-            torch.testing.assert_close(run(x, w), product(x, w), rtol=3e-2, atol=3e-1)
-    assert list(map(str, fusions)) == [f"all_reduce -> {GEMM}: fused (when='always')", "no collectives"]

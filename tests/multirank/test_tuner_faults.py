@@ -22,7 +22,7 @@ from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.errors import TuningError
 from tunedcomm.selection.select import Registered, choose
 from tunedcomm.tuner.gang.process import process_start
-from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, hash_if_known, sweep
+from tunedcomm.tuner.search.sweep import SweepOutcome, SweepSpec, hash_if_known, sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("planted_ops")]
 # Where candidates hang on purpose; twice what beside other tests on two cores a good one was seen to stand still.
@@ -117,40 +117,6 @@ def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[Trial], 
         assert outcome.problems[0].failures == {"incorrect": 5, "compile_error": 1, "hung": 3, "crashed": 2}
 
 
-def test_finals_cover_every_shape_and_the_summary_names_the_best(tmp_path: Path) -> None:
-    seen: list[Progress] = []
-    with Database.open(tmp_path / "tuned.db", create=True) as database:
-        outcome = sweep(spec_of("good", "unordered"), database, seen.append)
-        finals = database.trials(final=True)
-    assert {trial.problem.shape for trial in finals} == {(64,), (1024,)}
-    by_shape = [{str(t.candidate) for t in finals if t.problem.shape == shape} for shape in ((64,), (1024,))]
-    assert by_shape[0] == by_shape[1] >= {"library()", "unordered(delay_ms=5)", "good(delay_ms=20)"}
-    for result in outcome.problems:
-        assert result.best is not None
-        assert result.best.final
-        assert result.best.variant == "library"
-        assert result.speedup == 1.0
-    assert seen[-1].problems_done == 2
-    assert seen[-1].trials == outcome.progress.trials
-
-
-def test_faults_of_one_gang_are_nothing_to_the_other(tmp_path: Path) -> None:
-    wanted = spec_of("good", "segfaults", "raises_on_one_rank", "wrong_by_one_element", gangs=2, finals=False)
-    with Database.open(tmp_path / "tuned.db", create=True) as database:
-        outcome = sweep(wanted, database)
-        trials = database.trials()
-    assert outcome.progress.num_gangs >= 4
-    assert not outcome.unsolved
-    tried = [(trial.problem.shape, str(trial.candidate)) for trial in trials]
-    assert len(tried) == len(set(tried))
-    for shape in ((64,), (1024,)):
-        mine = {str(trial.candidate): trial for trial in trials if trial.problem.shape == shape}
-        assert {name for name, trial in mine.items() if trial.status in ("ok", "pruned")} == {"library()", *GOOD}
-        statuses = {trial.variant: trial.status for trial in mine.values() if trial.variant in BAD}
-        assert statuses == {name: BAD[name] for name in ("segfaults", "raises_on_one_rank", "wrong_by_one_element")}
-    assert not gang_processes(os.getpid())
-
-
 def test_problem_that_does_not_fit_is_skipped_and_nobody_blamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,15 +135,6 @@ def test_problem_that_does_not_fit_is_skipped_and_nobody_blamed(
     said = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
     assert len(said) == 2
     assert "on rank 1 of 2: OutOfMemoryError: planted" in said[0]
-
-
-def test_retry_tries_failed_candidates_again(tmp_path: Path) -> None:
-    wanted = spec_of("wrong_by_one_element", shapes=((64,),), finals=False)
-    with Database.open(tmp_path / "tuned.db", create=True) as database:
-        assert sweep(wanted, database).progress.failures == {"incorrect": 1}
-        again = sweep(spec_of("wrong_by_one_element", shapes=((64,),), finals=False, retry=True), database)
-        assert again.progress.failures == {"incorrect": 1}
-        assert again.progress.trials == 1
 
 
 def test_gang_that_cannot_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,31 +213,6 @@ def test_killed_gang_disturbs_no_other_and_its_candidate_is_run_again(tmp_path: 
     assert searched(found) == searched(alone)
 
 
-@pytest.mark.slow
-def test_stopped_gang_is_hung_while_the_other_goes_on(tmp_path: Path) -> None:
-    stopped: list[tuple[int, int]] = []
-    before: list[Candidate | None] = []
-
-    def stop_one(progress: Progress) -> None:
-        first = progress.gangs[0] if progress.gangs else None
-        # Told of four times a second, a trial that was not there the last time has not run for long: not between two.
-        fresh = first is not None and first.step == "running" and before and before[-1] != first.candidate
-        before.append(first.candidate if first is not None else None)
-        if fresh and not stopped and progress.trials > 2:
-            stopped.append((gang_pids(os.getpid())[0], progress.trials))
-            os.kill(stopped[0][0], signal.SIGSTOP)
-
-    few: dict[str, Any] = {"trials": 200, "variants": ("lamport",)}
-    expected = searched(run(tmp_path / "alone.db", spec_of(9, **few))[1])
-    wanted = spec_of(9, gangs=2, replay_trial_s=1.0, trial_timeout_s=10.0, compile_timeout_s=10.0, **few)
-    outcome, found = run(tmp_path / "tuned.db", wanted, stop_one)
-    assert (outcome.reason, outcome.progress.num_gangs, outcome.progress.failures) == ("done", 3, {"hung": 1})
-    assert not process_start(stopped[0][0])
-    assert outcome.progress.trials > stopped[0][1] + 5
-    assert searched(found) == expected
-    assert [status for status, _ in found.values() if status not in ("ok", "pruned", "infeasible")] == ["hung"]
-
-
 # Supervisors that write to one database share a sweep: nothing twice, nothing missing, whoever dies or is away
 
 

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import pickle
 import random
 import shutil
@@ -372,34 +371,8 @@ def _by_schema(rng: random.Random, path: Path, bases: list[Base]) -> None:
 # What lies at the path is no database at all.
 
 
-def _by_path(rng: random.Random, path: Path, bases: list[Base]) -> None:
-    content = rng.choice(bases).files[""]
-    side = path.with_name(path.name + rng.choice(("-wal", "-journal", "-shm")))
-    match rng.randrange(9):
-        case 0:
-            path.mkdir()
-        case 1:
-            os.mkfifo(path)
-        case 2:
-            path.symlink_to(rng.choice((path, path.with_name("nothing"), "/dev/zero", "/dev/full", "/proc/self/mem")))
-        case 3:
-            path.write_bytes(rng.choice((b"", b"\x1f\x8b\x08", b"{}", b"SQLite format 3", b"\x00" * 4096)))
-        case 4 | 5:
-            path.write_bytes(content)
-            os.truncate(path, 1 << rng.choice((33, 40)))
-        case 6:
-            path.write_bytes(content)
-            os.mkfifo(side)
-        case 7:
-            path.write_bytes(content)
-            side.mkdir()
-        case _:
-            path.write_bytes(content)
-            side.symlink_to(rng.choice((side, path, Path("/dev/zero"), path.with_name("nothing"))))
-
-
 # How often each kind is drawn: most of what can be wrong is in the bytes.
-KINDS = {_by_bytes: 49, _by_side_file: 8, _by_values: 18, _by_configs: 10, _by_schema: 13, _by_path: 2}
+KINDS = {_by_bytes: 49, _by_side_file: 8, _by_values: 18, _by_configs: 10, _by_schema: 13}
 
 
 def spoil(seed: int, path: Path, bases: list[Base]) -> None:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import multiprocessing
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from db_samples import H200, problem, trial
 from sqlalchemy import text
 
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 
-BENCH = Path(__file__).parents[2] / "bench"
-SECONDS = float(os.environ.get("TUNEDCOMM_TEST_CONCURRENCY_S", "3"))
 _BATCHES = 10
 _ROWS = 10
 
@@ -95,25 +87,3 @@ def test_writers_that_meet_the_same_new_rows_neither_clash_nor_wait_for_each_oth
     with Database.open(database_url, readonly=True) as database:
         stats = database.stats()
     assert (stats["trials"], stats["problems"], stats["environments"], stats["variants"]) == (180, 60, 60, 21)
-
-
-@pytest.mark.slow
-def test_eight_writers_and_eight_readers(tmp_path: Path) -> None:
-    """A minute of it is what bench/results/db/db_concurrency.csv reports."""
-    out = tmp_path / "out.csv"
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "db_concurrency.py"), "--seconds", str(SECONDS), "--out", str(out)],
-        env={"PYTHONPATH": str(BENCH.parent), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300 + SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    with out.open(newline="", encoding="utf-8") as file:
-        (row,) = csv.DictReader(file)
-    assert (row["writers"], row["readers"], row["integrity"]) == ("8", "8", "ok")
-    assert int(row["batches"]) > 8
-    assert int(row["reads"]) > 8
-    for column in ("errors", "lost", "doubled", "torn", "shrunk"):
-        assert row[column] == "0", (column, row)

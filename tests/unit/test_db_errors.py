@@ -55,6 +55,8 @@ def drop_privileges() -> None:
         ("tuned.db/below.db", DatabaseAccessError, "check"),
         ("tuned.db/deeper/below.db", DatabaseAccessError, "check"),
         ("fifo.db", DatabaseAccessError, "special file"),
+        ("/dev/zero", DatabaseAccessError, "special file"),
+        ("loop.db", DatabaseAccessError, "check"),
         ("table.csv", DatabaseCorruptError, "is not a SQLite database"),
         ("header.db", DatabaseCorruptError, "is not a SQLite database"),
         ("zeros.db", DatabaseCorruptError, "is not a SQLite database"),
@@ -66,6 +68,7 @@ def test_what_is_no_database_is_refused_and_left_alone(
 ) -> None:
     folder = path.parent
     os.mkfifo(folder / "fifo.db")
+    (folder / "loop.db").symlink_to(folder / "loop.db")
     (folder / "table.csv").write_bytes(b"gpu,latency\nH200,2.9\n")
     (folder / "header.db").write_bytes(b"SQLite format 3")
     (folder / "zeros.db").write_bytes(bytes(4096))
@@ -79,6 +82,7 @@ def test_what_is_no_database_is_refused_and_left_alone(
     after = {entry: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
     assert set(after) == set(before)
     assert all(after[entry] == content for entry, content in before.items() if entry.name != "bookmarks.db")
+    assert load_snapshot(H200, 4, layers=[Layer("user", str(folder / target))]).rows == (), "dispatch does without it"
 
 
 @pytest.mark.parametrize("url", ["nosuchdialect://host/name", "sqlite+nosuch:///x", "", "a\x00b"])
@@ -141,6 +145,7 @@ def test_a_newer_schema_or_missing_tables(path: Path, readonly: bool) -> None:
     change(path, "UPDATE tunedcomm_version SET version_num = '0999'")
     with pytest.raises(DatabaseVersionError, match=r"0999.*upgrade tunedcomm"):
         Database.open(path, readonly=readonly)
+    assert load_snapshot(H200, 4, layers=[Layer("user", str(path))]).rows == (), "dispatch does without it"
     change(path, "UPDATE tunedcomm_version SET version_num = '0003'")
     with Database.open(path, readonly=readonly) as database:
         assert len(database.trials()) == 2

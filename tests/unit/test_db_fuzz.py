@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fuzz_probe
 import pytest
+from cli_samples import run
 from db_samples import H200
 from fuzz_probe import WORLD_SIZE, Base, bases
 from quick import QUICK
@@ -21,6 +22,7 @@ from quick import QUICK
 from tunedcomm.cli.output import emit, note, table
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import config_digest
+from tunedcomm.hardware import Environment
 
 CASES = int(os.environ.get("TUNEDCOMM_TEST_FUZZ", "12" if QUICK else "50"))
 
@@ -51,6 +53,66 @@ def test_the_probe_sees_what_is_wrong(sound: Base, tmp_path: Path, monkeypatch: 
     assert fuzz_probe.probe(path).broken == []
     monkeypatch.setattr("tunedcomm.selection.select.check_candidate", lambda *args, by_name=True: None)
     assert any("decided for" in text for text in fuzz_probe.probe(path, writing=False).broken)
+
+
+# Text that somebody stored reaches terminals as text: nothing obeys what is in it
+
+# Columns that may hold any text: a row with another one is as sound as before.
+FREE = {
+    "environment": ["gpu", "fabric", "driver", "cuda", "torch", "triton", "nccl", "tunedcomm"],
+    "run": ["command", "budget", "host", "user", "version"],
+    "trial": ["reason"],
+    "pin": ["reason", "user"],
+}
+HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\x7f\x08\r\u202e<b>&lt;$x$"
+
+
+def spoil(path: Path) -> str:
+    """Append the text to the free columns of every row, and mend the digests; returns one of them."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.row_factory = sqlite3.Row
+        for name, columns in FREE.items():
+            for column in columns:
+                connection.execute(f'UPDATE {name} SET "{column}" = "{column}" || ?', (HOSTILE,))
+        for row in map(dict, connection.execute("SELECT * FROM environment ORDER BY id DESC").fetchall()):
+            own = {name: value for name, value in row.items() if name not in ("id", "digest")}
+            digest = Environment.from_dict({**own, "multicast": row["multicast"] == 1}).digest
+            connection.execute("UPDATE environment SET digest = ? WHERE id = ?", (digest, row["id"]))
+    return digest
+
+
+def test_no_command_passes_a_stored_escape_on(
+    sound: Base, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _written(tmp_path / "spoilt.db", sound.files[""])
+    problem = "--op all_reduce --shape 2048 --world-size 4"
+    there = f"{problem} --hardware {spoil(Path(path))[:12]} --db {path}"
+    commands = [
+        f"db list --hardware H200 --db {path}",
+        f"db show {problem} --db {path}",
+        f"db stats --db {path}",
+        f"db check --db {path}",
+        f"db prune --environment H200 --db {path}",
+        f"db diff {_written(tmp_path / 'sound.db', sound.files[''])} {path}",
+        f"db merge {path} --into {tmp_path}/merged.db",
+        f"db import {path} --db {tmp_path}/imported.db",
+        f"db export --db {path} {tmp_path}/exported.db --force",
+        f"db export --db {path} --format nccl-csv -",
+        f"db pin {there} --variant two_shot --reason why",
+        f"db pin {there} --variant one_shot --reason why",
+        f"db unpin {there}",
+        f"lookup {there}",
+        f"explain {there}",
+        f"explain {problem} --hardware H1 --db {path}",
+        "doctor",
+    ]
+    monkeypatch.setenv("TUNEDCOMM_DB", path)
+    for command in (*commands, *(f"{one} --json" for one in commands if not one.endswith("-"))):
+        caplog.clear()
+        ended = run(*command.split())
+        assert ended.code in (0, 1, 2), command
+        for said in (ended.out, ended.err, *caplog.messages):
+            assert not {c for c in said if not c.isprintable() and c not in "\n\t"}, (command, said)
 
 
 def test_what_a_terminal_obeys_is_shown_instead(capsys: pytest.CaptureFixture[str]) -> None:

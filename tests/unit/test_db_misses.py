@@ -221,15 +221,6 @@ def call(problem: Problem, times: int = 1, **changes: Any) -> None:
         plan.launch((), (), 0)
 
 
-def test_a_tuned_plan_launches_what_was_bound(path: Path) -> None:
-    plan = plan_for(communicator(), TUNED, "default")
-    assert plan.decision.source == "exact"
-    assert plan.launch is launch, "nothing may come between a tuned call and its kernel"
-    plan.launch((), (), 0)
-    misses.flush()
-    assert not path.exists()
-
-
 def test_a_missed_plan_counts_its_calls(path: Path) -> None:
     near = Problem("all_reduce", (98304 + 512,), "bfloat16", 4)
     call(UNTUNED, 3)
@@ -246,18 +237,6 @@ def test_a_missed_plan_counts_its_calls(path: Path) -> None:
     call(near)
     misses.flush()
     assert sum(m.count for m in read(path)[0]) == 13
-
-
-def test_only_the_first_rank_counts(path: Path) -> None:
-    assert plan_for(communicator(rank=1), UNTUNED, "default").launch is launch
-    misses.flush()
-    assert not path.exists()
-
-
-def test_what_no_kernel_can_run_is_no_miss() -> None:
-    for asked in (replace(UNTUNED, reduction="max"), replace(UNTUNED, dtype="int64")):
-        plan = plan_for(communicator(), asked, "default")
-        assert (plan.decision.source, plan.launch) == ("library", launch)
 
 
 def test_a_policy_that_nothing_can_meet_says_why() -> None:

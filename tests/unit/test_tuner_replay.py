@@ -70,22 +70,6 @@ def test_lost_gangs_are_replaced_and_their_variant_is_dropped() -> None:
     assert len(set(lost)) == SETTINGS.failures_per_variant
 
 
-@pytest.mark.parametrize("options", some([{"patience": 0}, {"trials": 40, "patience": 12}], 2), ids=str)
-def test_gangs_share_the_work_and_do_nothing_twice(options: dict[str, int]) -> None:
-    replay, gangs = Replay(recorded()), 3
-    alone, many = (search(replay, settings={**options, "gangs": n}, trial_seconds=1.0) for n in (1, gangs))
-    assert alone.seconds == len(alone.steps)
-    asked = [(step.command.problem, step.command.candidate, step.command.final) for step in many.steps]
-    assert len(asked) == len(set(asked))
-    assert many.reason == "done"
-    assert all(many.winner(problem) for problem in PROBLEMS)
-    # No gang is idle for long: what one has to wait for is the last trials of a search and of the finals.
-    assert many.seconds < len(many.steps) / gangs + 2 * len(PROBLEMS)
-    if not options["patience"]:
-        searched = [{entry[:2] for entry in run.table() if not entry[2]} for run in (alone, many)]
-        assert searched[0] == searched[1]
-
-
 # In a running job
 
 WANTED = [problem_of(1 << bits) for bits in range(11, 23)]  # 4 KiB to 8 MiB
