@@ -27,7 +27,15 @@ import triton.language as tl
 
 from tunedcomm.kernels.all_gather.op import AllGatherVariant
 from tunedcomm.kernels.common.copies import FREE_EVENT, NUM_STREAMS, ChunkSender, copies_of
-from tunedcomm.kernels.common.feasibility import MOST_CHUNKS, RING, Launch, cut_to_fit, refuse_staging
+from tunedcomm.kernels.common.feasibility import (
+    MOST_CHUNKS,
+    RING,
+    Launch,
+    cut_to_fit,
+    refuse_message,
+    refuse_staging,
+    refuse_streams,
+)
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
@@ -136,11 +144,9 @@ class CopyEngine(AllGatherVariant, registered=True):
         return span * PACKET_BYTES, num_chunks
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, limits):
-            return reason
         streams, chunks, on_gpu = int(config["num_streams"]), int(config["num_chunks"]), limits.backend == "cuda"
-        if streams > problem.world_size - 1:
-            return f"{streams} streams, but only {problem.world_size - 1} peers to copy to"
+        if reason := self.refuse(problem, limits) or refuse_streams(problem, streams):
+            return reason
         if streams > 1 and problem.nbytes < self.least_for_streams and on_gpu:
             return f"copies of {problem.nbytes} bytes are over before a second stream has begun"
         if config["direction"] == "pull":
@@ -150,9 +156,7 @@ class CopyEngine(AllGatherVariant, registered=True):
                 return None
             if self.per_peer:
                 return "only symmetric inputs are pulled"
-            if problem.nbytes > limits.staging_bytes:
-                return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-            return None
+            return refuse_message(problem.nbytes, limits.staging_bytes)
         least = _LEAST_CHUNK if on_gpu else PACKET_BYTES
         if chunks > 1 and problem.nbytes < least * chunks:
             return f"{problem.nbytes} bytes are too few for {chunks} chunks of {least} bytes or more"

@@ -29,7 +29,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_gather.op import AllGatherVariant
-from tunedcomm.kernels.common.feasibility import blocks_and_threads
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_message
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     STATE_OFFSET,
@@ -179,8 +179,8 @@ class Pull(PullVariant, AllGatherVariant, registered=True):
         if reason := self.refuse(problem, limits) or self.refuse_items(problem, config):
             return reason
         packets, room = packets_of(problem.nbytes), max(limits.one_shot_bytes, limits.staging_bytes)
-        if problem.input_kind != "symmetric" and packets * 16 > room:
-            return f"{problem.nbytes} bytes exceed the staging of {room} bytes (TUNEDCOMM_WORKSPACE_MIB)"
+        if problem.input_kind != "symmetric" and (reason := refuse_message(packets * 16, room)):
+            return reason
         if limits.backend == "cuda" and packets >= _MANY_PACKETS and int(config["num_blocks"]) < _LEAST_BLOCKS:
             return f"{config['num_blocks']} blocks leave the links idle at {packets} packets"
         return blocks_and_threads(config, limits, packets, most_rounds=64 if packets <= 1 << 17 else 1 << 16)

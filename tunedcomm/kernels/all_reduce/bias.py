@@ -29,6 +29,7 @@ from tunedcomm.kernels.all_reduce.op import library_reduction, refuse_empty_slic
 from tunedcomm.kernels.all_reduce.two_shot import RING, TwoShot
 from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, sum_space
 from tunedcomm.kernels.common.feasibility import Launch, packets_a_block
+from tunedcomm.kernels.common.in_order import InOrderVariant, reduce_in_order
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     STATE_OFFSET,
@@ -409,5 +410,17 @@ class BiasLibrary(LibraryVariant, registered=True):
                 out.copy_(x)
             reduce(out)
             out.add_(bias)
+
+        return run
+
+
+class BiasInOrder(InOrderVariant, registered=True):
+    op = "all_reduce_bias"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x, bias, out = inputs[0].view(-1), inputs[1].view(-1), outputs[0].view(problem.shape)
+            reduce_in_order(x, out.view(-1), "sum", workspace.group)
+            out.copy_(with_extras(out, bias))
 
         return run

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
-from tunedcomm.kernels.common.feasibility import refuse_multicast
+from tunedcomm.kernels.common.feasibility import refuse_message, refuse_multicast
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     load_reduce,
@@ -107,12 +107,12 @@ class _Multimem(AllReduceVariant):
     space = Space(MULTIMEM_GRID)
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        if reason := refuse_multicast(limits) or super().refuse(problem, limits):
-            return reason
-        area_bytes = limits.staging_bytes if self.sliced else limits.one_shot_bytes
-        if problem.nbytes + 16 * problem.world_size > area_bytes:
-            return f"{problem.nbytes} bytes exceed the staging of {area_bytes} bytes"
-        return None
+        room = limits.staging_bytes if self.sliced else limits.one_shot_bytes
+        return (
+            refuse_multicast(limits)
+            or super().refuse(problem, limits)
+            or refuse_message(problem.nbytes + 16 * problem.world_size, room)
+        )
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(self.work_packets(problem) / 256, 32), "num_warps": 8}

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.feasibility import Launch, packets_a_block, refuse_kernels
+from tunedcomm.kernels.common.feasibility import Launch, packets_a_block, refuse_kernels, refuse_message
+from tunedcomm.kernels.common.in_order import InOrderVariant, reduce_in_order
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
 from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace
@@ -108,6 +109,16 @@ class Library(LibraryVariant, registered=True):
         return run
 
 
+class InOrder(InOrderVariant, registered=True):
+    op = "all_reduce"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            reduce_in_order(inputs[0].view(-1), outputs[0].view(-1), problem.reduction, workspace.group)
+
+        return run
+
+
 class _TorchVariant(LibraryVariant):
     """An operator of PyTorch, on a tensor that is known to PyTorch under the group's own name."""
 
@@ -119,6 +130,7 @@ class _TorchVariant(LibraryVariant):
         return 16
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        plain = problem.input_kind == "plain"
         if limits.backend != "cuda" or not limits.symmetric:
             return "PyTorch's symmetric-memory operators need GPUs that address each other's memory"
         if problem.dtype not in ("bfloat16", "float32"):
@@ -129,11 +141,7 @@ class _TorchVariant(LibraryVariant):
             return f"PyTorch's operators serve 2, 4 or 8 ranks, not {problem.world_size}"
         if problem.numel == 0 or problem.nbytes % self.granularity(problem):
             return f"PyTorch's operators want a multiple of {self.granularity(problem)} bytes, not {problem.nbytes}"
-        if problem.input_kind == "plain" and problem.nbytes + PACKET_BYTES > limits.staging_bytes:
-            return (
-                f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} bytes (TUNEDCOMM_WORKSPACE_MIB)"
-            )
-        return None
+        return refuse_message(problem.nbytes + PACKET_BYTES, limits.staging_bytes) if plain else None
 
     def staging(self, problem: Problem, workspace: Workspace) -> torch.Tensor:
         """The lane's staging, made known to PyTorch; collective."""

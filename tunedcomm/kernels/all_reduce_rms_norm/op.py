@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tunedcomm.kernels.all_reduce.op import library_reduction, refuse_rows
 from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_block
 from tunedcomm.kernels.common.feasibility import Launch, refuse_residence
+from tunedcomm.kernels.common.in_order import InOrderVariant, reduce_in_order
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import SUM_DTYPES, draw, generator_of, ordered_sum, row_shapes, with_extras
 from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 EPS = 1e-6  # of launches without an eps of their own
 E4M3_MAX = 448.0
-NUM_VARYING = 8  # x, weight, bias, residual, scale, out, residual_out, eps
 OFFSET = 1.0  # of launches without one of their own
 GROUP = 128  # columns that share a scale
 LEAST_AMAX = 1e-10
@@ -54,6 +54,7 @@ _FORMS = [
         for parts in itertools.product(("", "columns"), ("", "pow2"), ("", "norm"))
     ),
 ]
+_ELEMENTS = 1 << 22  # of the rows that `in_order` normalises together
 _FEWEST_SHARE = 4  # grids below a quarter of the rows that could run side by side never win
 
 
@@ -352,18 +353,6 @@ def eps_bits(eps: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", eps))[0])
 
 
-def arrange(problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-    """Arguments that vary from launch to launch: addresses, 0 for absent tensors, and the bits of eps."""
-    given = given_of(problem, inputs)
-    tensors = (*given[:5], *outputs)
-    return (*(0 if tensor is None else int(tensor.data_ptr()) for tensor in tensors), eps_bits(given.eps))
-
-
-def refuse_forms(problem: Problem) -> str | None:
-    """Return why kernels of basic forms do not serve the problem, or None."""
-    return None if form_of(problem).is_basic else "its form asks for more than the norm; see the variants quantized"
-
-
 def row_packets(problem: Problem) -> int:
     """Packets of a row, which are full wherever kernels run."""
     return problem.shape[-1] * ITEMSIZE[problem.dtype] // PACKET_BYTES
@@ -374,15 +363,37 @@ def row_warps(problem: Problem) -> int:
     return max(1, min(row_block(row_packets(problem)) // 32, 16))
 
 
-def row_constants(problem: Problem) -> dict[str, Value]:
-    """Constants that every kernel over rows takes."""
-    return {
-        "DTYPE": problem.dtype,
-        "BIAS": "bias" in problem.layout,
-        "RESIDUAL": "residual" in problem.layout,
-        "FP8": problem.scaling == "fp8",
-        "BLOCK": row_block(row_packets(problem)),
-    }
+class RowKernels:
+    """What kernels over rows take and serve: here of the basic forms, in `quantized` of the others."""
+
+    num_varying = 8  # x, weight, bias, residual, scale, out, residual_out, eps
+
+    def refuse(self, problem: Problem) -> str | None:
+        """Return why the kernels do not serve the problem's form, or None."""
+        return None if form_of(problem).is_basic else "its form asks for more than the norm; see the variants quantized"
+
+    def leading(self, problem: Problem) -> tuple[int | None, ...]:
+        """Arguments before the lane; None for those that vary."""
+        return (*(None,) * self.num_varying, problem.shape[0], row_packets(problem))
+
+    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+        """Arguments that vary from launch to launch: addresses, 0 for absent tensors, and the bits of eps."""
+        given = given_of(problem, inputs)
+        tensors = (*given[:5], *outputs)
+        return (*(0 if tensor is None else int(tensor.data_ptr()) for tensor in tensors), eps_bits(given.eps))
+
+    def constants(self, problem: Problem) -> dict[str, Value]:
+        """Constants besides those of the protocol."""
+        return {
+            "DTYPE": problem.dtype,
+            "BIAS": "bias" in problem.layout,
+            "RESIDUAL": "residual" in problem.layout,
+            "FP8": problem.scaling == "fp8",
+            "BLOCK": row_block(row_packets(problem)),
+        }
+
+
+BASIC_ROWS = RowKernels()
 
 
 def refuse_row_warps(problem: Problem, limits: Limits, num_warps: int, *, slots: int = 1) -> str | None:
@@ -409,19 +420,21 @@ def refuse_row_warps(problem: Problem, limits: Limits, num_warps: int, *, slots:
 
 
 class RmsNormVariant(KernelVariant):
-    """A variant whose kernel takes what varies (`NUM_VARYING`), tokens and packets of a row before the lane.
+    """A variant whose kernel takes what varies, tokens and packets of a row before the lane.
 
     Attributes:
+        rows: arguments and constants of the kernel.
         slots: ranks from which a thread holds packets of a row at once; 0 for all of them.
         mixed: blocks wait for what other blocks than their counterparts send.
     """
 
     op = "all_reduce_rms_norm"
+    rows: RowKernels = BASIC_ROWS
     slots = 0
     mixed = False
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        return refuse_forms(problem) or refuse_rows(problem, limits)
+        return self.rows.refuse(problem) or refuse_rows(problem, limits)
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         slots = self.slots or problem.world_size
@@ -442,20 +455,16 @@ class RmsNormVariant(KernelVariant):
         return None
 
     def leading(self, problem: Problem) -> tuple[int | None, ...]:
-        return (*(None,) * NUM_VARYING, problem.shape[0], row_packets(problem))
+        return self.rows.leading(problem)
 
     def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-        return arrange(problem, inputs, outputs)
+        return self.rows.arrange(problem, inputs, outputs)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        constants = {**self.row_constants(problem), "WORLD_SIZE": problem.world_size}
+        constants = {**self.rows.constants(problem), "WORLD_SIZE": problem.world_size}
         if "THREADS" in self.kernel(problem).arg_names:
             constants["THREADS"] = 32 * int(config["num_warps"])
         return constants
-
-    def row_constants(self, problem: Problem) -> dict[str, Value]:
-        """Constants of the end of a row."""
-        return row_constants(problem)
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         """Rounds of the grid, in which each block takes a row."""
@@ -499,5 +508,22 @@ class Library(LibraryVariant, registered=True):
             reduce(s)
             found = add_and_norm(s.reshape(problem.shape), given.as_rows(problem), form_of(problem))
             write(problem, outputs, found)
+
+        return run
+
+
+class InOrder(InOrderVariant, registered=True):
+    """Norms row by row; that of fp64 follows the rule of `rows` in fp64."""
+
+    op = "all_reduce_rms_norm"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            given = given_of(problem, inputs)
+            s = torch.empty(problem.shape, dtype=given.x.dtype, device=given.x.device)
+            reduce_in_order(given.x.view(-1), s.view(-1), "sum", workspace.group)
+            norm_rows(problem, given, s, outputs, max(_ELEMENTS // problem.shape[1], 1))
 
         return run

@@ -15,18 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce.op import refuse_rows
 from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS
 from tunedcomm.kernels.all_reduce_rms_norm.flags import TwoShot, push_chunk, reduce_chunk
 from tunedcomm.kernels.all_reduce_rms_norm.lamport import Lamport, TwoShotLamport
-from tunedcomm.kernels.all_reduce_rms_norm.op import (
-    GROUP,
-    eps_bits,
-    form_of,
-    given_of,
-    row_constants,
-    row_packets,
-)
+from tunedcomm.kernels.all_reduce_rms_norm.op import GROUP, RowKernels, eps_bits, form_of, given_of, row_packets
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_form, row_block, row_extras
 from tunedcomm.kernels.all_reduce_rms_norm.unfused import Unfused
 from tunedcomm.kernels.common.lane import (
@@ -224,39 +216,37 @@ def form_rows_kernel(
         )  # fmt: skip
 
 
-def _leading(problem: Problem) -> tuple[int | None, ...]:
-    """Arguments before the lane: x, weight, bias, residual, scale, four outputs, eps and offset vary."""
-    strides = form_of(problem).scale_strides(*problem.shape)
-    return (*(None,) * 11, problem.shape[0], row_packets(problem), *strides)
+class _FormKernels(RowKernels):
+    num_varying = 11  # x, weight, bias, residual, scale, four outputs, eps, offset
+
+    def refuse(self, problem: Problem) -> str | None:
+        form = form_of(problem)
+        if form.is_basic:
+            return "the variant without `_quantized` in its name serves this form"
+        if form.quantize == "group128" and problem.shape[-1] % GROUP:
+            return f"rows of {problem.shape[-1]} columns are no whole groups of {GROUP}"
+        return None
+
+    def leading(self, problem: Problem) -> tuple[int | None, ...]:
+        return (*super().leading(problem), *form_of(problem).scale_strides(*problem.shape))
+
+    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+        return (*super().arrange(problem, inputs, outputs), eps_bits(given_of(problem, inputs).offset))
+
+    def constants(self, problem: Problem) -> dict[str, Value]:
+        form, constants = form_of(problem), super().constants(problem)
+        del constants["FP8"]
+        return {
+            **constants,
+            "FULL": form.full_bias,
+            "QUANTIZE": form.quantize,
+            "NORM": form.norm,
+            "POW2": form.pow2,
+            "OFFSET": form.offset,
+        }
 
 
-def _arrange(problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-    given = given_of(problem, inputs)
-    addresses = (0 if tensor is None else int(tensor.data_ptr()) for tensor in (*given[:5], *outputs))
-    return (*addresses, eps_bits(given.eps), eps_bits(given.offset))
-
-
-def _constants(problem: Problem) -> dict[str, Value]:
-    form, constants = form_of(problem), row_constants(problem)
-    del constants["FP8"]
-    return {
-        **constants,
-        "FULL": form.full_bias,
-        "QUANTIZE": form.quantize,
-        "NORM": form.norm,
-        "POW2": form.pow2,
-        "OFFSET": form.offset,
-    }
-
-
-def _refuse(problem: Problem) -> str | None:
-    """Return why the kernels of this file do not serve the problem's form, or None."""
-    form = form_of(problem)
-    if form.is_basic:
-        return "the variant without `_quantized` in its name serves this form"
-    if form.quantize == "group128" and problem.shape[-1] % GROUP:
-        return f"rows of {problem.shape[-1]} columns are no whole groups of {GROUP}"
-    return None
+_FORM_ROWS = _FormKernels()
 
 
 def _refuse_warps(problem: Problem, num_warps: int, most: int) -> str | None:
@@ -277,23 +267,12 @@ class _Forms:
         most_share: packets of a row that each of 512 threads may hold.
     """
 
+    rows: RowKernels = _FORM_ROWS
     most_share = 2
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         reason = _refuse_warps(problem, int(config["num_warps"]), self.most_share) if limits.backend == "cuda" else None
         return reason or super().refuse_config(problem, config, limits)  # type: ignore[misc]
-
-    def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        return _refuse(problem) or refuse_rows(problem, limits)
-
-    def leading(self, problem: Problem) -> tuple[int | None, ...]:
-        return _leading(problem)
-
-    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-        return _arrange(problem, inputs, outputs)
-
-    def row_constants(self, problem: Problem) -> dict[str, Value]:
-        return _constants(problem)
 
 
 class LamportQuantized(_Forms, Lamport, registered=True):
@@ -319,19 +298,8 @@ class UnfusedQuantized(Unfused, registered=True):
     name = "unfused_quantized"
     summary = "an ordered all_reduce kernel, then one kernel that adds, normalises and quantises"
     kernels = (*SUM_KERNELS, form_rows_kernel)
-
-    def refuse_form(self, problem: Problem) -> str | None:
-        return _refuse(problem)
+    rows: RowKernels = _FORM_ROWS
 
     def refuse_second(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         reason = _refuse_warps(problem, int(config["norm_warps"]), 2) if limits.backend == "cuda" else None
         return reason or super().refuse_second(problem, config, limits)
-
-    def second_constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return _constants(problem)
-
-    def second_leading(self, problem: Problem) -> tuple[int | None, ...]:
-        return _leading(problem)
-
-    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-        return _arrange(problem, inputs, outputs)

@@ -16,15 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, sum_space
-from tunedcomm.kernels.all_reduce_rms_norm.op import (
-    NUM_VARYING,
-    arrange,
-    refuse_forms,
-    refuse_row_warps,
-    row_constants,
-    row_packets,
-    row_warps,
-)
+from tunedcomm.kernels.all_reduce_rms_norm.op import BASIC_ROWS, RowKernels, refuse_row_warps, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import AddressLaunch
@@ -64,13 +56,10 @@ class Unfused(UnfusedVariant, registered=True):
     kernels = (*SUM_KERNELS, rms_norm_rows_kernel)
     second_warps = "norm_warps"
     space = sum_space(second_warps)
-
-    def refuse_form(self, problem: Problem) -> str | None:
-        """Return why the second kernel does not serve the problem's form, or None."""
-        return refuse_forms(problem)
+    rows: RowKernels = BASIC_ROWS
 
     def refuse_second(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return self.refuse_form(problem) or refuse_row_warps(problem, limits, int(config["norm_warps"]))
+        return self.rows.refuse(problem) or refuse_row_warps(problem, limits, int(config["norm_warps"]))
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         return {**super().wish(problem, limits), "norm_warps": row_warps(problem)}
@@ -79,19 +68,11 @@ class Unfused(UnfusedVariant, registered=True):
         return max(1, min(problem.shape[0], _MAX_NORM_BLOCKS))
 
     def second_constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return row_constants(problem)
-
-    def second_leading(self, problem: Problem) -> tuple[int | None, ...]:
-        """Arguments of the second kernel; None for each that varies."""
-        return (*(None,) * NUM_VARYING, problem.shape[0], row_packets(problem))
-
-    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-        """The arguments that vary."""
-        return arrange(problem, inputs, outputs)
+        return self.rows.constants(problem)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         reduce, kernel = self.bind_both(problem, config, workspace)
-        norm = kernel.fix(self.second_leading(problem))
+        norm = kernel.fix(self.rows.leading(problem))
         # y in fp8 has no room for the sum, and residual_out may be the residual.
         cramped = problem.scaling and "residual" in problem.layout
         room = workspace.scratch(problem.mode, problem.nbytes) if cramped else None
@@ -104,4 +85,4 @@ class Unfused(UnfusedVariant, registered=True):
             reduce(stream, x, s)
             norm(stream, s, *rest)
 
-        return AddressLaunch(by_address, functools.partial(self.arrange, problem))
+        return AddressLaunch(by_address, functools.partial(self.rows.arrange, problem))

@@ -94,6 +94,17 @@ def refuse_one_shot(problem: Problem, limits: Limits, *, messages: int = 1) -> s
     return None
 
 
+def refuse_message(nbytes: int, room: int) -> str | None:
+    """Return why a message that is staged as a whole does not fit into `room` bytes, or None."""
+    return f"{nbytes} bytes exceed the staging of {room} bytes (TUNEDCOMM_WORKSPACE_MIB)" if nbytes > room else None
+
+
+def refuse_streams(problem: Problem, num_streams: Value) -> str | None:
+    """Return why copies do not go to so many side streams, or None."""
+    peers = problem.world_size - 1
+    return f"{num_streams} streams, but only {peers} peers to copy to" if int(num_streams) > peers else None
+
+
 def refuse_launch_pdl(config: Config, limits: Limits) -> str | None:
     """Return why `launch_pdl` may not be set here, or None."""
     if config.get("launch_pdl") and not limits.launch_pdl:

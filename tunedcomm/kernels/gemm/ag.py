@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
-from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.feasibility import Launch, refuse_streams
 from tunedcomm.kernels.common.launch import BoundKernel, bind_kernel
 from tunedcomm.kernels.common.panels import (
     COUNTERS,
@@ -459,7 +459,7 @@ class CopyEnginePersistent(QueueVariant, registered=True):
     space = tiles.tile_space(blocks_per_sm=Choice(1, 2), chunks=Choice(1, 2, 4), streams=Choice(1, 2, 3))
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := super().infeasible(problem, config, limits) or tiles.refuse_streams(problem, config["streams"]):
+        if reason := super().infeasible(problem, config, limits) or refuse_streams(problem, config["streams"]):
             return reason
         if config["blocks_per_sm"] == 1:
             return None

@@ -55,7 +55,7 @@ import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.bias import with_bias
 from tunedcomm.kernels.common.copies import NUM_STREAMS, copies_of
-from tunedcomm.kernels.common.feasibility import Launch, grid_rounds
+from tunedcomm.kernels.common.feasibility import Launch, grid_rounds, refuse_streams
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, sum_packets, write_elements
 from tunedcomm.kernels.common.panels import (
@@ -76,7 +76,7 @@ from tunedcomm.kernels.common.variant import VariantBase
 from tunedcomm.kernels.gemm import ag, library
 from tunedcomm.kernels.gemm.op import Operands, operands_of, out_itemsize, product, ready_to_cut, rows_of, wanted_of
 from tunedcomm.kernels.gemm.rs import slot_bytes
-from tunedcomm.kernels.gemm.tiles import refuse_gemm, refuse_streams, whole_packets
+from tunedcomm.kernels.gemm.tiles import refuse_gemm, whole_packets
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import PANEL_DATA

@@ -48,7 +48,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.copies import copies_of
-from tunedcomm.kernels.common.feasibility import refuse_multicast
+from tunedcomm.kernels.common.feasibility import refuse_multicast, refuse_streams
 from tunedcomm.kernels.common.lane import address_of
 from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, _mean, load_reduce, mean_packets, num_packets, write_elements
@@ -626,7 +626,7 @@ class CopyEngine(ScatterVariant, registered=True):
         return (2 * problem.world_size - 1) * slot_bytes(problem)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return super().infeasible(problem, config, limits) or tiles.refuse_streams(problem, config["num_streams"])
+        return super().infeasible(problem, config, limits) or refuse_streams(problem, config["num_streams"])
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> AddressLaunch:
         panels, copies = workspace.panels(problem.mode, self.room(problem)), copies_of(workspace, problem.mode)

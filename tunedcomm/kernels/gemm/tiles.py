@@ -340,12 +340,6 @@ def refuse_gemm(
     return None
 
 
-def refuse_streams(problem: Problem, num_streams: Value) -> str | None:
-    """Why copies do not go to so many side streams, or None."""
-    peers = problem.world_size - 1
-    return f"{num_streams} streams, but only {peers} peers to copy to" if int(num_streams) > peers else None
-
-
 def num_tiles(rows: int, problem: Problem, config: Config) -> int:
     """Tiles of a matrix of `rows` rows and the problem's N columns."""
     return -(-rows // int(config["block_m"])) * -(-problem.shape[1] // int(config["block_n"]))

@@ -35,6 +35,7 @@ from tunedcomm.kernels.common.feasibility import (
     blocks_and_threads,
     cut_to_fit,
     refuse_staging,
+    refuse_streams,
 )
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
@@ -140,10 +141,8 @@ class CopyEngine(ReduceScatterVariant, registered=True):
         )
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, limits):
+        if reason := self.refuse(problem, limits) or refuse_streams(problem, config["num_streams"]):
             return reason
-        if int(config["num_streams"]) > problem.world_size - 1:
-            return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
         span, num_chunks = self.cut(problem, config, limits.staging_bytes)
         least = _LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
         if (int(config["num_chunks"]) > 1 or limits.backend == "cuda") and problem.nbytes < least * num_chunks:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_multicast, refuse_one_shot
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_message, refuse_multicast, refuse_one_shot
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     STATE_OFFSET,
@@ -228,12 +228,9 @@ class Multimem(ReduceScatterVariant, registered=True):
     areas = ("multicast", "scatter")
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        if reason := refuse_multicast(limits) or super().refuse(problem, limits):
-            return reason
         needed = problem.world_size * packets_of(problem.nbytes) * PACKET_BYTES
-        if needed > limits.staging_bytes:
-            return f"{problem.world_size} chunks take {needed} bytes; there are {limits.staging_bytes} of staging"
-        return None
+        reason = refuse_multicast(limits) or super().refuse(problem, limits)
+        return reason or refuse_message(needed, limits.staging_bytes)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(packets_of(problem.nbytes) / 256, 32), "num_warps": 8}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels
+from tunedcomm.kernels.common.in_order import InOrderVariant, scatter_in_order
 from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
 from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace, reduce_scatter_single
@@ -58,5 +59,16 @@ class Library(LibraryVariant, registered=True):
                 out.div_(problem.world_size)
             else:
                 scatter(out, x, op, group=group)
+
+        return run
+
+
+class InOrder(InOrderVariant, registered=True):
+    op = "reduce_scatter"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x = inputs[0].view(problem.world_size, -1)
+            scatter_in_order(x, outputs[0].view(-1), problem.reduction, workspace.group)
 
         return run
