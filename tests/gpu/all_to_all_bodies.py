@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from bodies import bits, captured, chains, rotate
+from bodies import bytes_of, captured, chains, rotate
 
 import tunedcomm
 from tunedcomm.spec import Problem, variants
@@ -49,7 +49,7 @@ def chain_body() -> dict[str, object]:
             x, _ = case_of(problem, replay)
             buffers[0].copy_(x)
             graph.replay()
-            assert torch.equal(bits(buffers[length % 3]), bits(x)), (what, replay)
+            assert torch.equal(bytes_of(buffers[length % 3]), bytes_of(x)), (what, replay)
     return {}
 
 
@@ -60,20 +60,20 @@ def public_body() -> dict[str, object]:
         problem = asked(numel, "bfloat16", world_size)
         values, wanted = case_of(problem, numel)
         x = tunedcomm.symmetric_empty(numel * world_size + 64, dtype=torch.bfloat16)[64:]
-        bits(x).copy_(bits(values))
+        bytes_of(x).copy_(bytes_of(values))
         for name in sorted(variants("all_to_all")):
             with tunedcomm.force("all_to_all", name), contextlib.suppress(tunedcomm.InfeasibleError):
                 for given in (x, values):
-                    assert torch.equal(bits(tunedcomm.all_to_all(given)), bits(wanted)), (name, numel)
+                    assert torch.equal(bytes_of(tunedcomm.all_to_all(given)), bytes_of(wanted)), (name, numel)
                 torch.cuda.synchronize()
                 graph, out = torch.cuda.CUDAGraph(), torch.empty_like(values)
                 with torch.cuda.graph(graph):
                     for _ in range(3):
                         tunedcomm.all_to_all(values, out=out)
                 for _ in range(3):
-                    bits(out).fill_(7)
+                    bytes_of(out).fill_(7)
                     graph.replay()
-                    assert torch.equal(bits(out), bits(wanted)), (name, numel)
+                    assert torch.equal(bytes_of(out), bytes_of(wanted)), (name, numel)
         torch.cuda.synchronize()
         dist.barrier()
     for dtype in (torch.bool, torch.uint8, torch.int32, torch.float64, torch.float8_e5m2):

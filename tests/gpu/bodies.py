@@ -25,16 +25,15 @@ from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_vari
 
 ORDERED = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
 LARGE = "two_shot_split"  # from 1 MiB on
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Launch = Callable[..., None]
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
+    return torch.equal(bytes_of(a), bytes_of(b))
 
 
 def stream() -> int:
@@ -47,10 +46,6 @@ def expected_of(problem: Problem, seed: int, kind: str = "random") -> tuple[torc
     everyone = [op.make_inputs(problem, rank, seed, kind, "cuda") for rank in range(problem.world_size)]
     (expected,) = op.ordered_reference(problem, everyone, 0)
     return everyone[dist.get_rank()][0], expected
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def pin_variants(op: str, variant_by_numel: dict[int, str]) -> None:

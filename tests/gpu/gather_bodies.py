@@ -31,9 +31,8 @@ PACKETS, OTHERS = ("lamport", "pull", "push"), ("copy_engine", "multimem")
 WORDS = (SENTINEL.value, ESCAPE.value, 0x7FC01234, 0)
 
 
-def gather(numel: int, dtype: str = "bfloat16", *, symmetric: bool = False) -> Problem:
-    kind = "symmetric" if symmetric else "plain"
-    return Problem("all_gather", (numel,), dtype, dist.get_world_size(), reduction="", input_kind=kind)  # type: ignore[arg-type]
+def gather(numel: int, dtype: str = "bfloat16") -> Problem:
+    return Problem("all_gather", (numel,), dtype, dist.get_world_size(), reduction="")
 
 
 def payload(problem: Problem, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

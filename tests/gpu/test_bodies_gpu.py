@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ROOT, TORCHRUN, python
 
 SCRIPT = Path(__file__).with_name("run_bodies.py")
 GEMMS = ("ag_gemm", "gemm_rs", "gemm_ar")
@@ -37,25 +38,12 @@ BODIES: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
 ]
 
 
-def python_path() -> str:
-    return os.pathsep.join([str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def run(
     module: str, name: str, num_gpus: int, *, timeout: float = 150.0, **environment: str
 ) -> list[dict[str, object]]:
     """What each rank's body returned."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"]
     settings = {"TUNEDCOMM_PEER_TIMEOUT_S": "5", "OMP_NUM_THREADS": "1", "DUMP_AFTER_S": "120", **environment}
-    done = subprocess.run(
-        [*command, str(SCRIPT), module, name],
-        env={**os.environ, **settings, "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = python(*TORCHRUN, num_gpus, SCRIPT, module, name, timeout=timeout, **settings)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(result["rank"] for result in results) == list(range(num_gpus))
     return results
@@ -94,11 +82,11 @@ def test_a_killed_peer_is_an_error(variant: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    ranks = []
+    ranks, search = [], os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     for rank in range(2):
         environment = {"TUNEDCOMM_PEER_TIMEOUT_S": "2", "TUNEDCOMM_WORKSPACE_MIB": "8", "LOST_VARIANT": variant}
         environment.update(LOST_MODE=KILLED[variant], RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=python_path())
+        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=search)
         command = [sys.executable, str(SCRIPT), "bodies", "lost_peer"]
         ranks.append(
             subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import ROOT, TORCHRUN, python
 from slices import OPS
 from test_bodies_gpu import run
 
-ROOT = Path(__file__).parents[2]
 GEMMS = ("ag_gemm", "gemm_ar", "gemm_rs")
 
 
@@ -20,14 +17,10 @@ GEMMS = ("ag_gemm", "gemm_ar", "gemm_rs")
 @pytest.mark.parametrize("ops", [(), *((op,) for op in GEMMS)], ids=["collectives", *GEMMS])
 def test_nothing_is_wrong_and_nothing_hangs(ops: tuple[str, ...], world_size: int, tmp_path: Path) -> None:
     table = tmp_path / "stress.csv"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    command += [str(ROOT / "bench" / "stress.py"), "--launches", "300", "--csv", str(table)]
+    command = [*TORCHRUN, world_size, ROOT / "bench" / "stress.py", "--launches", 300, "--csv", table]
     for op in ops:
         command += ["--op", op]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    python(*command, paths=[ROOT / "bench"], timeout=400, OMP_NUM_THREADS="1")
     rows = list(csv.DictReader(table.open(encoding="utf-8")))
     assert all(row["launches"] == "300" or row["not_run"] for row in rows), rows
     assert {row["op"] for row in rows} >= set(ops)

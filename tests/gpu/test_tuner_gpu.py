@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from planted_gpu_cases import BAD, SHAPE
+from programs import python
 
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import ranks_share_a_gpu
@@ -41,18 +41,10 @@ WAITED_FOR = {"compiles_for_ever": 8.0, "device_spins_on_one_rank": 8.0, "host_s
 
 
 def run(path: Path, variants: tuple[str, ...], plugins: tuple[str, ...]) -> dict[str, Any]:
-    here = Path(__file__).parent
-    search = os.pathsep.join([str(here), *map(str, here.parents[:2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", SWEEP, str(path), json.dumps(variants), json.dumps(plugins), json.dumps(SIZES)],
-        # Each sweep compiles for itself: neither is measured by what the other has left in the cache.
-        env={**os.environ, "PYTHONPATH": search, "TRITON_CACHE_DIR": str(path.with_suffix(".cache"))},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    # Each sweep compiles for itself: neither is measured by what the other has left in the cache.
+    cache = str(path.with_suffix(".cache"))
+    arguments = (path, *map(json.dumps, (variants, plugins, SIZES)))
+    done = python("-c", SWEEP, *arguments, timeout=400, TRITON_CACHE_DIR=cache)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     sys.stderr.write(f"\n{variants}: {found}\n")
     return found

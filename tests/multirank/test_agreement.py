@@ -153,16 +153,6 @@ def test_another_rank_without_a_home(rank: int) -> None:
         assert same_everywhere(rank, "lamport") == []
 
 
-def test_rank_0_without_a_home_that_others_have(rank: int) -> None:
-    """Two things to say, each said once."""
-    with settings({"TUNEDCOMM_DB": path("one_shot.db")}), without_home(rank == 0):
-        if rank != 0:
-            os.environ["TUNEDCOMM_DB"] = path("one_shot.db")
-        said = same_everywhere(rank, "library")
-    assert sum("has no home directory" in text for text in said) <= 1
-    assert sum(f"ranks 1, 2 have {path('one_shot.db')} as user database where rank 0 has none" in t for t in said) == 1
-
-
 # Borrowed rows
 
 

@@ -413,10 +413,6 @@ def test_mode_force(rank: int) -> None:
             match=r"TUNEDCOMM_MODE=force, but no database .*tunedcomm tune --op all_reduce --shape 1024",
         ):
             tunedcomm.all_reduce(x.bfloat16())
-        asked = dataclasses.replace(problem(SMALL), dtype="bfloat16")
-        said = "with TUNEDCOMM_MODE=force a call raises InfeasibleError"
-        assert tunedcomm.explain(get_communicator(), asked).why.endswith(said)
-        assert said not in tunedcomm.explain(get_communicator(), problem(SMALL)).why
         with tunedcomm.force("all_reduce", "library"):
             assert ran(lambda: tunedcomm.all_reduce(x.bfloat16()))[0] == "library"
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch.distributed._functional_collectives as funcol
 from cases import Launched, Ranks, spy_on_launches
 from fusion_samples import compiled, fused_ops, inductor
 from gemm_samples import drawn
+from programs import python
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -224,9 +222,5 @@ def test_bad_arguments(rank: int) -> None:
 def test_torch_logs() -> None:
     """As the page says: the log is switched on by the module's name, which is found without importing much."""
     code = "import torch, logging; logging.getLogger('tunedcomm.integrations.fusion').info('heard')"
-    env = {**os.environ, "TORCH_LOGS": "tunedcomm.integrations.fusion"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert "heard" in done.stderr
-    del env["TORCH_LOGS"]
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert "heard" not in done.stderr
+    assert "heard" in python("-c", code, TORCH_LOGS="tunedcomm.integrations.fusion").stderr
+    assert "heard" not in python("-c", code).stderr

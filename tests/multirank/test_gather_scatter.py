@@ -20,12 +20,10 @@ from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.kernels.common import copies
 from tunedcomm.ops import symmetric
-from tunedcomm.spec import variants
 
 kernels.discover()
-KERNELS = sorted(
-    name for name, variant in variants("reduce_scatter").items() if variant.kernels and variant.numerics == "ordered"
-)
+
+
 WORLD_SIZE = 3
 RANKS = Ranks(WORLD_SIZE)
 
@@ -38,21 +36,6 @@ def wanted(shape: tuple[int, ...], rank: int, dim: int = 0, dtype: torch.dtype =
     total = sum(values(shape, r, torch.float64) for r in range(WORLD_SIZE))
     assert isinstance(total, torch.Tensor)
     return total.chunk(WORLD_SIZE, dim)[rank].to(dtype)
-
-
-def test_every_kernel(rank: int) -> None:
-    """Forced by name, at even and odd sizes, new results and given ones."""
-    for variant in KERNELS:
-        with tunedcomm.force("reduce_scatter", variant):
-            for shape in ((WORLD_SIZE * 7,), (WORLD_SIZE * 64, 5), (WORLD_SIZE, 1)):
-                for _ in some(range(3)):
-                    x = values(shape, rank)
-                    out = tunedcomm.reduce_scatter(x)
-                    assert torch.equal(out, wanted(shape, rank)), (variant, shape)
-                    given = torch.full_like(out, float("nan"))
-                    assert tunedcomm.reduce_scatter(x, out=given) is given
-                    assert torch.equal(given, out)
-                    assert torch.equal(x, values(shape, rank)), "the input is left as it is"
 
 
 def test_reduce_scatter_dimensions(rank: int) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases import Launched, Ranks, inputs_of, replaced, same_bits, settings, spy_on_launches
 from fusion_samples import compiled
 from slices import OPS, database, some_candidates
-from test_models import TOKENS, WIDTH, Mlp, local, step, tensor_parallel_layers, x_of
+from test_models import TOKENS, WIDTH, local, step, tensor_parallel_layers, x_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import tunedcomm
@@ -204,18 +204,6 @@ def whatever_is_tuned(run: Callable[[], torch.Tensor], ops: Sequence[str]) -> No
     communicator.replace_snapshot(before)
 
 
-def test_a_block_intercepted(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    model, x = tensor_parallel_layers(mesh).bfloat16(), x_of(rank, TOKENS, WIDTH, same=True).bfloat16()
-    with tunedcomm.intercept(numerics="ordered") as calls:
-        launched.clear()
-        step(model, model, x)
-        variants_of(["all_reduce"])
-        with torch.no_grad():
-            whatever_is_tuned(lambda: local(model(x[:1])), ["all_reduce"])
-        assert calls.num_passed_on == 0, str(calls)
-
-
 def test_a_block_fused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model, x = tensor_parallel_layers(mesh).bfloat16(), x_of(rank, TOKENS, WIDTH, same=True).bfloat16()
@@ -232,20 +220,3 @@ def test_a_block_fused(rank: int) -> None:
             launched.clear()
             whatever_is_tuned(lambda: local(decode(x[:2])), ["all_reduce", "all_reduce_rms_norm", "gemm_ar"])
         assert calls.num_passed_on == 0, str(calls)
-
-
-def test_a_block_served(rank: int) -> None:
-    adapter = tunedcomm.ServingAllReduce(numerics="ordered")
-    torch.manual_seed(rank)
-    layers, x = [Mlp().bfloat16() for _ in range(2)], x_of(rank, 1, WIDTH, same=True).bfloat16()
-
-    def decode() -> torch.Tensor:
-        h = x
-        for layer in layers:
-            assert adapter.should_use(h)
-            h = h + adapter.all_reduce(layer(h))
-        return h
-
-    launched.clear()
-    with torch.no_grad():
-        whatever_is_tuned(decode, ["all_reduce"])

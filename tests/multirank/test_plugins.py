@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import sqlite3
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from programs import python
 from quick import some
 
 from tunedcomm.spec import Problem
@@ -63,17 +63,7 @@ def site(tmp_path: Path) -> Path:
     return folder
 
 
-def environment(*folders: Path) -> dict[str, str]:
-    paths = os.pathsep.join(map(str, (*folders, ROOT, *filter(None, sys.path))))
-    return {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-
-
-def python(*arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, check=False, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+VARIABLES = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 def discovered(*folders: Path) -> tuple[list[str], str]:
@@ -82,7 +72,7 @@ def discovered(*folders: Path) -> tuple[list[str], str]:
         "import json; from tunedcomm import kernels, spec; kernels.discover(); kernels.discover(); "
         "print(json.dumps([*spec.variants('all_reduce'), *spec.ops()]))"
     )
-    done = python("-c", code, env=environment(*folders))
+    done = python("-c", code, paths=folders, **VARIABLES)
     return json.loads(done.stdout), done.stderr
 
 
@@ -110,9 +100,10 @@ def body(rank: int, world_size: int, folder: str, ranks: tuple[int, ...], tuned:
 @pytest.mark.slow
 def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
     database = tmp_path / "tuned.db"
-    env = {**environment(site), "TUNEDCOMM_DB": str(database), "TUNEDCOMM_WORKSPACE_MIB": "1"}
+    asked: dict[str, Any] = {"paths": [site], "cwd": tmp_path, **VARIABLES}
+    asked |= {"TUNEDCOMM_DB": str(database), "TUNEDCOMM_WORKSPACE_MIB": "1"}
     code = "from tunedcomm.cli.main import run; run()"
-    shown = [python("-c", code, *arguments, env=env, cwd=tmp_path).stdout for arguments in commands("tunedcomm")]
+    shown = [python("-c", code, *arguments, **asked).stdout for arguments in commands("tunedcomm")]
     with sqlite3.connect(database) as opened:
         rows = opened.execute(
             "SELECT status, config FROM trial JOIN variant ON variant.id = trial.variant_id "
@@ -134,7 +125,7 @@ def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
     found = run_ranks(2, body, str(site), (0, 1), str(database), timeout=90, fresh=True)
     assert found == [("gather_sum", "exact")] * 2
     (arguments,) = commands("torchrun")
-    done = python("-m", "torch.distributed.run", "--standalone", *arguments, env=env, cwd=site)
+    done = python("-m", "torch.distributed.run", "--standalone", *arguments, **{**asked, "cwd": site})
     assert "forced: gather_sum(num_pieces=2) (" in done.stdout
     assert "by itself: gather_sum(" in done.stdout
 

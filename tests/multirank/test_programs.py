@@ -63,9 +63,6 @@ def test_groups_are_let_go_of_before_the_interpreter_ends(keep: str, tmp_path: P
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
-# from __future__ import annotations
-
-
 @pytest.mark.slow
 def test_demo_ranks_get_the_right_sums(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a kernel; the ranks must also end cleanly, and leave stdout alone."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Launched, Ranks, spy_on_launches
+from programs import ROOT, TORCHRUN, python
 
 import tunedcomm
 
-ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 2
 launched: list[Launched] = []
 RANKS = Ranks(setup=lambda rank: spy_on_launches(launched))
@@ -80,11 +77,8 @@ EXAMPLES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name: str, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TUNEDCOMM_WORKSPACE_MIB": "1"}
-    env.update(GLOO_SOCKET_IFNAME="lo", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
-    command = [sys.executable, *launcher, str(ROOT / "examples" / name)]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    variables = {"OMP_NUM_THREADS": "1", "TUNEDCOMM_WORKSPACE_MIB": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = python(*TORCHRUN, WORLD_SIZE, ROOT / "examples" / name, cwd=tmp_path, timeout=120, **variables)
     for text in EXAMPLES[name]:
         assert text in done.stdout, done.stdout

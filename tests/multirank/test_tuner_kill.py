@@ -178,21 +178,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> TABLE:
     return run(tmp_path_factory.mktemp("alone") / "tuned.db", spec_of(15, 19, trials=200))[1]
 
 
-def test_two_gangs_do_everything_once_side_by_side(tmp_path: Path, alone: TABLE) -> None:
-    looks: list[set[int]] = []  # slots of the gangs that run a trial
-
-    def look(progress: Progress) -> None:
-        looks.append({gang.slot for gang in progress.gangs if gang.step in ("binding", "running")})
-
-    outcome, both = run(tmp_path / "tuned.db", spec_of(15, 19, trials=200, gangs=2, replay_trial_s=0.02), look)
-    assert (outcome.reason, outcome.progress.num_gangs) == ("done", 2)
-    assert searched(both) == searched(alone)
-    assert {key for key in both if key[2]}  # the finals, too
-    # How many looks see both depends on how long the second one takes to start.
-    assert {0, 1} in looks
-    assert not gang_pids(os.getpid())
-
-
 def test_killed_gang_disturbs_no_other_and_its_candidate_is_run_again(tmp_path: Path, alone: TABLE) -> None:
     killed: list[int] = []
     others: list[set[int]] = []
@@ -307,12 +292,3 @@ def test_a_server_that_is_away_is_waited_for(
         postgres_server.start()
         assert [process.wait(240) for process in started] == [0, 0]
     check(postgres_url, alone_shared, share=2)
-
-
-def test_a_third_one_that_comes_late_has_nothing_to_do(tmp_path: Path, alone_shared: Tried) -> None:
-    path = tmp_path / "tuned.db"
-    _, before = run(path, shared_spec(0.0))
-    again, after = run(path, shared_spec(0.0))
-    assert again.progress.trials == 0
-    assert after == before
-    check(str(path), alone_shared, share=1)

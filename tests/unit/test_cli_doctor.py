@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from cli_samples import run
+from programs import python
 
 from tunedcomm.cli import doctor
 from tunedcomm.cli.output import Line
@@ -169,16 +167,7 @@ def test_a_package_whose_import_does_not_end_is_named(tmp_path: Path) -> None:
     pretend_package(tmp_path, "[tunedcomm.variants]\nnice = sleepy\n")
     settings = "doctor.IMPORT_S, doctor.NOTE_S = 0.5, 0.2"
     code = f"from tunedcomm.cli import doctor, main; {settings}; main.run(['doctor', '--json'])"
-    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
+    done = python("-c", code, paths=[tmp_path], timeout=60, code=1, CUDA_VISIBLE_DEVICES="")
     assert "nice-variants" in done.stderr
     lines = json.loads(done.stdout)
     (stuck,) = [line for line in lines if line["level"] == "fail" and line["name"] == "variants"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cli_samples import Ended, record, run
 from db_samples import trial
+from programs import python
 from typer.testing import CliRunner
 
 from tunedcomm import errors
@@ -156,7 +157,7 @@ def test_help_is_fast_and_loads_nothing_heavy_and_databases_move_without_torch(t
         "heavy |= {'torch', 'triton', 'optuna'} & set(sys.modules)\n"
         "sys.stderr.write(repr((sorted(heavy), codes, seconds)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python("-c", code)
     heavy, codes, seconds = ast.literal_eval(done.stderr)
     assert (heavy, codes) == ([], [0] * 5)
     assert seconds < HELP_BUDGET_S  # of the processor's, whatever else it does

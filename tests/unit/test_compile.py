@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import compile_corners
 import pytest
+from programs import python
 from quick import FULL, QUICK
 
 from tunedcomm import kernels
@@ -45,25 +44,14 @@ NUM_SMS = 132
 
 def run_corners(version: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
     """What `compile_corners.py` prints under that version of Triton."""
-    paths = [str(ROOT), *(path for path in sys.path if path)]
-    if version == "oldest":
-        if not (OLDEST / "triton").is_dir():
-            reason = f"no {OLDEST.name}/triton; `make oldest-triton` installs the oldest supported Triton there"
-            assert not OLDEST_IS_A_MUST, reason
-            pytest.skip(reason)
-        paths.insert(0, str(OLDEST))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONHASHSEED": "77",
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(cache),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, compile_corners.__file__, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=3600)
-    assert done.returncode == 0, done.stderr
+    if version == "oldest" and not (OLDEST / "triton").is_dir():
+        reason = f"no {OLDEST.name}/triton; `make oldest-triton` installs the oldest supported Triton there"
+        assert not OLDEST_IS_A_MUST, reason
+        pytest.skip(reason)
+    variables = {"PYTHONHASHSEED": "77", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    paths = [OLDEST] if version == "oldest" else []
+    done = python(compile_corners.__file__, *arguments, paths=paths, timeout=3600, **variables)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,11 +90,7 @@ def test_one_file_is_a_variant_and_one_folder_an_op(tmp_path: Path) -> None:
         path = folder / "files" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TUNEDCOMM_")}
-    env.update(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), TRITON_INTERPRET="1", COLUMNS="200")
-    command = [sys.executable, "-c", GROW, str(folder / "files"), str(folder / "grown.db")]
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", GROW, folder / "files", folder / "grown.db", cwd=folder, TRITON_INTERPRET="1", COLUMNS="200")
     grown = json.loads(done.stdout)
     assert {"dummy_ring", "lamport"} <= set(grown["variants"])
     assert grown["candidates"] == [f"dummy_ring(eager={eager}, num_blocks=1)" for eager in (False, True)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from programs import python
 
 import tunedcomm
 from tunedcomm.integrations import intercept, serving
@@ -76,5 +75,4 @@ def test_the_settings_of_inductor_can_be_copied_with_the_pass() -> None:
 @pytest.mark.slow
 def test_inductor_is_not_imported_for_other_names() -> None:
     code = "import sys, tunedcomm; tunedcomm.gemm_rs; print('tunedcomm.integrations.fusion' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert python("-c", code).stdout.strip() == "False"

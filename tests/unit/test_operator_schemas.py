@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import opcheck
 
 import tunedcomm
 import tunedcomm.ops
@@ -133,23 +131,6 @@ def test_fake_forms_refuse_what_the_others_would(text: str, call: Any) -> None:
     (x,) = fakes((8, 6))
     with pytest.raises(tunedcomm.UnsupportedInputError, match=text):
         call(x)
-
-
-def test_symbolic_shapes_stay_symbolic() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return OPS.all_reduce(OPS.all_gather(x, 1, *NOBODY), "sum", *NOBODY)
-
-    graph = make_fx(function, tracing_mode="symbolic")(torch.empty(6, 5)).graph  # runs nothing: there is no such group
-    placed, gathered, reduced = (node.meta["val"].shape for node in list(graph.nodes)[:-1] if "val" in node.meta)
-    assert all(isinstance(extent, torch.SymInt) for extent in (*gathered, *reduced))
-    assert str(gathered[1]) == f"4*{placed[1]}"
-
-
-def test_autograd_is_registered_as_pytorch_wants_it() -> None:
-    x = torch.ones(4, requires_grad=True, device="meta")
-    for op, options in (("all_reduce", ("sum",)), ("all_gather", (0,)), ("reduce_scatter", ("sum", 0))):
-        opcheck(getattr(OPS, op).default, (x, *options, *NOBODY), test_utils=["test_autograd_registration"])
-        assert getattr(OPS, op)(x, *options, *NOBODY).requires_grad
 
 
 def test_the_former_module_warns_and_forwards() -> None:

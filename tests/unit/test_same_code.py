@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 from db_samples import trial
+from programs import python
 
 from tunedcomm import kernels
 from tunedcomm.db.store import Database
@@ -103,11 +102,8 @@ def edited() -> dict[str, dict[str, Any]]:
     kernels.discover()
     config = {name: axis.values()[0] for name, axis in get_variant("all_reduce", "one_shot").space.axes}
     asked = same_code.asked_of(trial(config=config))
-    paths = [str(ROOT / "bench"), str(ROOT), *(path for path in sys.path if path)]
-    unseen = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", EDITED, str(ROOT), json.dumps(asked)]
-    done = subprocess.run(command, env={**os.environ, **unseen}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    unseen = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    done = python("-c", EDITED, ROOT, json.dumps(asked), paths=[ROOT / "bench"], **unseen)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from db_samples import H200, NUMERICS, OLDER, candidate, decide, problem, row, snapshot, trial
+from programs import python
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
@@ -52,8 +51,7 @@ def refusing(variant: str) -> Any:
 def test_importing_selection_needs_neither_torch_nor_a_database() -> None:
     heavy = {"torch", "triton", "sqlalchemy", "alembic", "numpy", "optuna"}
     code = f"import sys, tunedcomm.selection.select; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python("-c", code).stdout.strip() == "[]"
 
 
 # Exact

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from programs import python
 
 from tunedcomm import kernels
 from tunedcomm.errors import TuningError, UnknownNameError, UnsupportedInputError
@@ -209,5 +208,5 @@ def test_no_tokens_and_ops_that_do_not_follow_from_a_model(tokens: list[int], op
 
 def test_the_catalogue_needs_no_torch() -> None:
     code = "import sys; from tunedcomm.tuner.models import catalog; print(len(catalog()), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python("-c", code)
     assert done.stdout.split()[1] == "False"

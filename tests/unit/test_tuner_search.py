@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay import Replay, SearchRun
+from replay import run_search as run_replayed
 from spec_samples import toy_op, toy_variant
 
 from tunedcomm import spec
@@ -19,7 +21,7 @@ from tunedcomm.hardware import Environment, detect
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant, register_op, register_variant
 from tunedcomm.symm.layout import limits_for
-from tunedcomm.tuner.gang.protocol import Command, Latency, Settings, TrialResult
+from tunedcomm.tuner.gang.protocol import Latency, Settings, TrialResult
 from tunedcomm.tuner.gang.supervisor import Supervisor
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.knowledge import Knowledge
@@ -163,84 +165,64 @@ def test_reach_is_judged_within_what_a_class_promises() -> None:
 # A coordinator with one gang
 
 
-class Machine:
-    """One gang that answers commands from `cost_us`, and keeps what was asked."""
+def sweep_of(
+    *problems: Problem, seconds_left: float | None = None, trial_seconds: float = 0.0, **changes: Any
+) -> SearchRun:
+    """By one gang, on a machine that takes `cost_us`."""
+    settings = replace(SETTINGS, **changes)
+    answers = Replay([stored(p, c) for p in problems for c in search_space(p, LIMITS, replace(settings, trials=10**6))])
+    times = {"seconds_left": seconds_left, "trial_seconds": trial_seconds}
+    return run_replayed(problems, settings, answers, limits=LIMITS, **times)
 
-    def __init__(
-        self, *problems: Problem, seconds_left: float | None = None, seconds_a_trial: float = 0.0, **changes: Any
-    ) -> None:
-        self.now, self.seconds_a_trial = 0.0, seconds_a_trial
-        self.commands: list[Command] = []
-        self.coordinator = Coordinator(
-            problems,
-            replace(SETTINGS, **changes),
-            source_hash=lambda op, variant: "v1",
-            clock=lambda: self.now,
-            seconds_left=seconds_left,
-        )
-        self.coordinator.gang_ready(0, HERE, LIMITS)
 
-    def answer(self, command: Command) -> TrialResult:
-        assert command.candidate is not None
-        us = cost_us(command.candidate)
-        pruned = us > 1.3 * command.threshold_us and not command.final and command.candidate.variant != "library"
-        latency = Latency(p10_us=us, p50_us=us, p90_us=us, samples=3)
-        return TrialResult(status="pruned" if pruned else "ok", latency=latency, baseline_us=20.0)
-
-    def run(self) -> str:
-        while (command := self.coordinator.next(0)).kind == "trial":
-            self.commands.append(command)
-            self.now += self.seconds_a_trial
-            self.coordinator.learn(0, self.answer(command))
-        assert command.kind == "end"
-        return command.reason
-
-    def asked(self, problem: Problem, *, final: bool) -> list[Candidate]:
-        return [c.candidate for c in self.commands if c.problem == problem and c.final == final and c.candidate]
+def asked(run: SearchRun, problem: Problem, *, final: bool) -> list[Candidate]:
+    commands = [step.command for step in run.steps]
+    return [c.candidate for c in commands if c.problem == problem and c.final == final and c.candidate]
 
 
 def test_coordinator_searches_small_to_large_then_runs_finals_everywhere() -> None:
     small, large = problem_of(256), problem_of(4096)
-    machine = Machine(large, small, trials=12)
-    assert machine.run() == "done"
-    searches = [c.problem for c in machine.commands if not c.final]
+    run = sweep_of(large, small, trials=12)
+    assert run.reason == "done"
+    commands = [step.command for step in run.steps]
+    searches = [c.problem for c in commands if not c.final]
     assert searches == sorted(searches, key=lambda p: p.numel if p else 0)
-    assert [machine.asked(problem, final=False)[0] for problem in (small, large)] == [LIBRARY] * 2
+    assert [asked(run, problem, final=False)[0] for problem in (small, large)] == [LIBRARY] * 2
     # Every winner is measured on every shape on which it can run, and so are the shape's own best and most frugal.
-    knowledge = knowledge_of(small, large, known=tuple(trial for trial, _ in machine.coordinator.unstored))
+    knowledge = knowledge_of(small, large, known=run.stored)
     winners = set(knowledge.finalists([small, large], 2))
     for problem in (small, large):
-        measured = set(machine.asked(problem, final=True))
+        measured = set(asked(run, problem, final=True))
         own = {*knowledge.winners(problem, 8, "default"), *knowledge.best_per_sm_limit(problem)}
         assert measured == {*knowledge.feasible(problem, winners), *own, LIBRARY}
         assert len(own) > 2
     seen: set[Candidate | None] = set()
-    for command in machine.commands:
+    for command in commands:
         assert command.full_check == (command.candidate not in seen)
         seen.add(command.candidate)
 
 
 def test_budget_is_shared_and_keeps_time_for_finals() -> None:
     problems = tuple(problem_of(n) for n in (256, 1024, 4096, 8192))
-    machine = Machine(*problems, seconds_left=40.0, seconds_a_trial=1.0, trials=50)
-    assert machine.run() == "budget"
-    searched = [len(machine.asked(problem, final=False)) for problem in problems]
+    run = sweep_of(*problems, seconds_left=40.0, trial_seconds=1.0, trials=50)
+    assert run.reason == "budget"
+    searched = [len(asked(run, problem, final=False)) for problem in problems]
     assert min(searched) >= 7
     assert sum(searched) <= 36
-    assert machine.asked(problems[0], final=True)
+    assert asked(run, problems[0], final=True)
 
 
 def test_gang_in_another_environment_is_refused() -> None:
-    machine = Machine(problem_of(256))
-    machine.coordinator.gang_ready(1, HERE, LIMITS)
+    coordinator = Coordinator((problem_of(256),), SETTINGS, source_hash=lambda op, variant: "v1")
+    coordinator.gang_ready(1, HERE, LIMITS)
     for change, token in (({"gpu": "another"}, "'another'"), ({"torch": "2.8"}, "torch 2.8")):
         with pytest.raises(TuningError, match=f"gang 2 .*{token}"):
-            machine.coordinator.gang_ready(2, replace(HERE, **change), LIMITS)
+            coordinator.gang_ready(2, replace(HERE, **change), LIMITS)
 
 
 def test_default_outside_of_its_space_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     spec._variants[OP, "small"] = replace(get_variant(OP, "small"), default=lambda problem, limits: {"chunks": 3})
-    Machine(problem_of(256), problem_of(4096), trials=1, finals=False).run()
+    sweep_of(problem_of(256), problem_of(4096), trials=1, finals=False)
     (record,) = caplog.records
     for part in ("search_op.small", "chunks=3", "[1, 2, 4]"):
         assert part in record.message
