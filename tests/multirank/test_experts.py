@@ -10,11 +10,12 @@ import pytest
 import torch
 from harness import run_ranks
 from quick import FULL, some
+from torch._subclasses.fake_tensor import FakeTensorMode
 from variant_checks import bits_of, inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
-from tunedcomm.kernels.moe.op import Overflow, sources_of
+from tunedcomm.kernels.moe.op import Overflow, place, sources_of
 from tunedcomm.spec import Candidate, Problem, get_op, get_variant, variants
 
 Tensors = tuple[torch.Tensor, ...]
@@ -64,6 +65,15 @@ def test_bits(world_size: int) -> None:
     shapes = SHAPES + LARGE if FULL else some(SHAPES[: 4 if world_size == 2 else 2], 2)
     counts = run_ranks(world_size, bits_body, shapes, timeout=280)
     assert min(counts) >= 14 * len(shapes)
+
+
+@pytest.mark.parametrize("layout", ["padded", "contiguous"])
+def test_places_are_found_without_waiting_for_the_device(layout: str) -> None:
+    """Fake tensors raise where a value is asked for."""
+    problem = asked("ep_dispatch", (6, 128, 2, 4), 2, layout=layout)
+    with FakeTensorMode():
+        placed = place(torch.zeros(2, 6, 2, dtype=torch.int32), 1, problem, 128, 128)
+    assert placed.rows.shape == (2, 6, 2)
 
 
 def grids_body(rank: int, world_size: int) -> None:
@@ -155,7 +165,8 @@ def public_body(rank: int, world_size: int) -> None:
             y = tunedcomm.ep_combine(through_experts(sent, rank), sent, weights[rank])
             assert torch.equal(y, dense(everyone, weights, rank)), (tokens, topk, case, layout)
             out = torch.empty(2, *y.shape)[1]
-            assert tunedcomm.ep_combine(through_experts(sent, rank), sent, weights[rank].double(), out=out) is out
+            given = {"out": out, "numerics": "ordered"}
+            assert tunedcomm.ep_combine(through_experts(sent, rank), sent, weights[rank].double(), **given) is out
             assert torch.equal(out, y)
     few = torch.zeros(3, 1).int()
     quantised = tunedcomm.ep_dispatch(torch.ones(3, 128), few, num_experts=experts, quantize="token")

@@ -13,14 +13,13 @@ from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.moe.op import (
     ALIGNMENT,
-    GROUP,
     LAYOUTS,
     Overflow,
     bound_of,
+    check,
     default_capacity,
     dispatched,
     offsets_of,
-    place,
     token_shapes,
     weighted_sum,
 )
@@ -93,23 +92,19 @@ class _Dispatch(Form):
                 f"{tuple(x.shape)} and {tuple(ids.shape)}"
             )
         _check_ids(self.op, ids)
-        check_limit("num_experts", num_experts, "experts")
-        check_limit("capacity", capacity, "rows")
-        check_limit("alignment", alignment, "rows")
-        if not num_experts or num_experts % world_size:
-            raise UnsupportedInputError(
-                f"num_experts={num_experts} cannot be shared equally by {world_size} ranks; pass a multiple of it"
-            )
+        for name, limit, unit in (
+            ("num_experts", num_experts, "experts"), ("capacity", capacity, "rows"), ("alignment", alignment, "rows")
+        ):  # fmt: skip
+            check_limit(name, limit, unit)
         if not alignment:
             raise UnsupportedInputError("alignment=0: pass 1 or more rows")
         if layout not in LAYOUTS:
             raise UnsupportedInputError(f"layout={layout!r} is none; allowed: {', '.join(LAYOUTS)}")
         if quantize not in _QUANTISED:
             raise UnsupportedInputError(f"quantize={quantize!r} is none; allowed: None, 'token', 'group128'")
-        if quantize == "group128" and x.shape[1] % GROUP:
-            raise UnsupportedInputError(f"quantize='group128' needs a multiple of {GROUP} elements, not {x.shape[1]}")
         if quantize and x.dtype == torch.float64:
             raise UnsupportedInputError(f"{self.op} quantises bfloat16, float16 and float32, not float64")
+        check(self.problem(inputs, options, world_size, Problem))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
         x, ids = inputs
@@ -143,11 +138,6 @@ class _Dispatch(Form):
         offsets.copy_(offsets_of(counts, problem, self.capacity(problem, options), options[4]))
         return True
 
-    def alone(self, inputs: Tensors, options: Any) -> Tensors:
-        x, ids = inputs
-        problem = self.problem(inputs, options, 1)
-        return dispatched([x], ids[None], 0, problem, self.capacity(problem, options), options[4])
-
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
         return (options[4],)
 
@@ -159,11 +149,14 @@ class _DispatchPath(CallPath[Any]):
         zeros = asked.options[-1]
         if zeros:
             targets[0].zero_()
-        if communicator.world_size == 1 and inputs[0].numel():
-            problem = self.form.problem(inputs, asked.options, 1)
-            bound, alignment = _Dispatch.capacity(problem, asked.options), asked.options[4]
-            code = place(inputs[1][None], 0, problem, bound, alignment).code
+        if communicator.world_size == 1 and inputs[0].numel() and inputs[1].numel():
+            problem, alignment = self.form.problem(inputs, asked.options, 1), asked.options[4]
+            bound = _Dispatch.capacity(problem, asked.options)
+            results, code = dispatched([inputs], 0, problem, bound, alignment)
+            for target, result in zip(targets, results, strict=True):
+                target.copy_(result)
             Overflow.of(communicator.group, communicator.device).note(code, bound, communicator)
+            return None
         plan = super().run(communicator, inputs, targets, asked)
         return None if zeros else plan
 
@@ -191,17 +184,19 @@ class _Combine(Form):
                 f"rows of {self.op} have shape {tuple(rows.shape)} and {rows.dtype}; pass those of an ep_dispatch of "
                 "the same tokens on this group"
             )
+        check(self.problem(inputs, options, world_size, Problem))
 
-    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
         results, _, ids, _ = inputs
         shape = (ids.shape[0], results.shape[-1], ids.shape[1], options[0])
-        return problem_of(self.op, shape, FLOATS[results.dtype], world_size, reduction="", mode="eager")
+        made: Problem = make(self.op, shape, FLOATS[results.dtype], world_size, reduction="", mode="eager")
+        return made
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         return [((inputs[2].shape[0], inputs[0].shape[-1]), inputs[0].dtype)]
 
     def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
-        if inputs[2].numel() and inputs[0].shape[-1]:
+        if inputs[2].numel() and inputs[0].numel():
             return False
         results[0].zero_()
         return True
@@ -298,7 +293,8 @@ def ep_combine(
         sent: what `ep_dispatch` returned.
         topk_weights: [T, K], floating-point; used in fp32.
         out: where to write, [T, H] of expert_out's dtype, any strides. None allocates it.
-        numerics: as in `all_reduce`. Ordered: summed from +0.0 in fp32 in the order of K, rounded once.
+        numerics: as in `all_reduce`. Ordered: summed from +0.0 in fp32 in the order of K, rounded once; every
+            variant is.
         max_sms: as in `all_reduce`.
 
     Returns:

@@ -26,8 +26,10 @@ found is kept in a cell of pinned memory: `Overflow`.
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tunedcomm.errors import CapacityError, UnsupportedInputError
@@ -46,7 +48,7 @@ ALIGNMENT = 128  # of experts in the layout `contiguous`
 GROUP = 128  # elements that share a scale
 LAYOUTS = ("padded", "contiguous")
 NOT_HERE, NO_ROOM = -1, -2  # in `rows`
-_FEW_ROWS = 4096
+_SLACK = 4096  # rows of samples, for the skew of small ones
 _COUNT_BITS = 40
 
 
@@ -59,7 +61,8 @@ class Sizes(NamedTuple):
     experts: int
     local: int  # experts of a rank
     row_bytes: int  # of a token as it is stored
-    num_scales: int  # of a token
+    num_scales: int  # of a token, in fp32
+    wire_bytes: int  # of a token and its scales
 
 
 def sizes_of(problem: Problem) -> Sizes:
@@ -67,20 +70,8 @@ def sizes_of(problem: Problem) -> Sizes:
     tokens, hidden, topk, experts = problem.shape
     scales = {"": 0, "token": 1, "group128": hidden // GROUP}[problem.scaling]
     row_bytes = hidden * (1 if problem.scaling else ITEMSIZE[problem.dtype])
-    return Sizes(tokens, hidden, topk, experts, experts // problem.world_size, row_bytes, scales)
-
-
-def wire_bytes(problem: Problem) -> int:
-    """Bytes of a token as it travels, with its scales."""
-    s = sizes_of(problem)
-    return s.row_bytes + 4 * s.num_scales
-
-
-def token_dtype(problem: Problem) -> torch.dtype:
-    """The dtype in which tokens arrive."""
-    import torch
-
-    return torch.float8_e4m3fn if problem.scaling else getattr(torch, problem.dtype)
+    local = experts // problem.world_size
+    return Sizes(tokens, hidden, topk, experts, local, row_bytes, scales, row_bytes + 4 * scales)
 
 
 class Placed(NamedTuple):
@@ -120,7 +111,7 @@ def place(ids: torch.Tensor, rank: int, problem: Problem, bound: int, alignment:
     rows = torch.where(row < of_expert, row, NO_ROOM).where(named & (flat // local == rank), NOT_HERE)
     over = (counts > 0) & (begins + counts > limits)
     first, wrong = over.int().argmax(), (~named & (flat != -1)).sum()
-    code = torch.where(over.any(), ((first + 1) << _COUNT_BITS) | counts[first], 0)
+    code = torch.where(over.any(), ((first + 1) << _COUNT_BITS) | counts.take(first), 0)  # an index would wait
     own = slice(rank * local, (rank + 1) * local)
     return Placed(
         counts[own].int(), offsets[rank].int(), rows.view(ids.shape).int(), torch.where(wrong > 0, -wrong, code)
@@ -214,14 +205,13 @@ def quantised(x: torch.Tensor, scaling: str) -> tuple[torch.Tensor, torch.Tensor
     return to_e4m3(groups / scales.unsqueeze(-1)).flatten(-2), scales
 
 
-def wire_rows(x: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Tokens as they are sent, as bytes: the row, then its scales."""
+def wire_rows(x: torch.Tensor, ids: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Tokens as they are sent, as bytes: the row, its scales, its ids in int32."""
     import torch
 
-    if problem.scaling:
-        x, scales = quantised(x, problem.scaling)
-        return torch.cat([x.view(torch.uint8), scales.view(torch.uint8)], 1)
-    return x.contiguous().view(torch.uint8).view(x.shape[0], -1)
+    parts = [*quantised(x, problem.scaling)] if problem.scaling else [x]
+    parts.append(ids.clamp(-2, sizes_of(problem).experts).int())  # what is no expert stays none
+    return torch.cat([part.contiguous().view(torch.uint8).view(len(x), -1) for part in parts], 1)
 
 
 def sources_of(rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -267,7 +257,7 @@ def token_shapes(problem: Problem, capacity: int) -> list[tuple[tuple[int, ...],
     leading = (s.local, capacity) if problem.layout == "padded" else (capacity,)
     scales = {"": (0,), "token": leading, "group128": (*leading, s.num_scales)}[problem.scaling]
     return [
-        ((*leading, s.hidden), token_dtype(problem)),
+        ((*leading, s.hidden), torch.float8_e4m3fn if problem.scaling else getattr(torch, problem.dtype)),
         (scales, torch.float32),
         ((s.local,), torch.int32),
         ((s.local + 1,), torch.int32),
@@ -275,37 +265,51 @@ def token_shapes(problem: Problem, capacity: int) -> list[tuple[tuple[int, ...],
     ]
 
 
-def fill_tokens(placed: Placed, wire: torch.Tensor, outputs: tuple[torch.Tensor, ...], problem: Problem) -> None:
-    """Write all ranks' tokens, as they are sent, and their scales where `placed` says; never waits for the device."""
+def unpack(
+    wire: torch.Tensor, rank: int, problem: Problem, outputs: tuple[torch.Tensor, ...], alignment: int
+) -> torch.Tensor:
+    """Fill the outputs of ep_dispatch from all ranks' tokens as they are sent; never waits for a GPU.
+
+    Returns:
+        `Placed.code`.
+    """
     import torch
 
     s = sizes_of(problem)
-    source = sources_of(placed.rows.flatten(0, 1), outputs[0].numel() // max(s.hidden, 1))
-    for output, values in zip(outputs, (wire[:, : s.row_bytes], wire[:, s.row_bytes :]), strict=False):
-        if output.numel() and values.numel():
-            target = output.view(len(source), -1).view(torch.uint8)
-            target.copy_(torch.where((source >= 0).unsqueeze(-1), values[source.clamp(min=0)], target))
+    tokens, scales, ids = wire.split([s.row_bytes, 4 * s.num_scales, 4 * s.topk], 1)
+    ids = ids.contiguous().view(torch.int32).view(problem.world_size, s.tokens, s.topk)
+    placed = place(ids, rank, problem, bound_of(problem, outputs[0]), alignment)
+    source = sources_of(placed.rows.flatten(0, 1), outputs[0].numel() // s.hidden)
+    used = source >= 0
+    for output, values in zip(outputs, (tokens, scales), strict=False):
+        if not output.numel():
+            continue
+        target = output.view(len(source), -1).view(torch.uint8)
+        if wire.is_cuda:  # indices of unknown number would be waited for
+            torch.where(used.unsqueeze(-1), values[source.clamp(min=0)], target, out=target)
+        else:
+            target[used] = values[source[used]]
+    for output, found in zip(outputs[2:], placed[:3], strict=True):
+        output.copy_(found)
+    return placed.code
 
 
 def dispatched(
-    everyone: Sequence[torch.Tensor], ids: torch.Tensor, rank: int, problem: Problem, bound: int, alignment: int
-) -> tuple[torch.Tensor, ...]:
-    """The outputs of ep_dispatch from all ranks' x and ids, with zeros in rows that are not specified."""
+    everyone: Sequence[tuple[torch.Tensor, ...]], rank: int, problem: Problem, bound: int, alignment: int
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The outputs of ep_dispatch from all ranks' (x, ids), with zeros in rows behind the counts, and `Placed.code`."""
     import torch
 
-    placed = place(ids, rank, problem, bound, alignment)
-    made = tuple(torch.zeros(size, dtype=dtype, device=ids.device) for size, dtype in token_shapes(problem, bound)[:2])
-    fill_tokens(placed, torch.cat([wire_rows(x, problem) for x in everyone]), made, problem)
-    return *made, *placed[:3]
+    wire = torch.cat([wire_rows(x, ids, problem) for x, ids in everyone])
+    made = tuple(torch.zeros(size, dtype=dtype, device=wire.device) for size, dtype in token_shapes(problem, bound))
+    return made, unpack(wire, rank, problem, made, alignment)
 
 
 def _sample_bound(problem: Problem) -> int:
-    """The capacity of samples: all that a small problem may need, and room for the skew of a large one."""
-    s, n = sizes_of(problem), problem.world_size
-    if problem.layout == "padded":
-        return n * s.tokens if n * s.tokens <= _FEW_ROWS else n * s.tokens * 5 // 8
-    most = n * s.tokens * min(s.topk, s.local)
-    return (most if most <= _FEW_ROWS else 2 * s.tokens * s.topk + n * s.tokens) + s.local * (ALIGNMENT - 1)
+    """The capacity of samples: the default one, or less where a large sample's skew asks for less."""
+    s, every = sizes_of(problem), problem.world_size * problem.shape[0]
+    asked = every * 5 // 8 if problem.layout == "padded" else 2 * s.tokens * s.topk + every + s.local * (ALIGNMENT - 1)
+    return min(default_capacity(problem, ALIGNMENT), asked + _SLACK)
 
 
 def _sample_ids(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:
@@ -344,14 +348,18 @@ def _dispatch_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]
 
 
 def _dispatch_exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, ...]:
+    return dispatched(inputs, rank, problem, _sample_bound(problem), ALIGNMENT)[0]
+
+
+def _cleared(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`values` of `count` rows, with zeros in those that hold no token."""
     import torch
 
-    ids = torch.stack([given[1] for given in inputs])
-    return dispatched([given[0] for given in inputs], ids, rank, problem, _sample_bound(problem), ALIGNMENT)
-
-
-def _dispatch_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, ...]:
-    return tuple(output.double() for output in _dispatch_exact(problem, inputs, rank))
+    if not values.numel():
+        return values
+    unused = sources_of(rows.flatten(0, 1), count) < 0
+    words = values.view(count, -1).view(torch.uint8)
+    return words.masked_fill(unused.unsqueeze(1), 0).view(values.dtype).view(values.shape)
 
 
 def _clear_dispatched(
@@ -360,21 +368,8 @@ def _clear_dispatched(
     """Zeros in rows behind the experts' counts."""
     if not outputs:
         return inputs, outputs
-    tokens, scales, counts, offsets, rows = outputs
-    s = sizes_of(problem)
-    used = sources_of(rows.flatten(0, 1), tokens.numel() // s.hidden) >= 0
-    return inputs, (_cleared(tokens, used), _cleared(scales, used), counts, offsets, rows)
-
-
-def _cleared(values: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    if not values.numel():
-        return values
-    words = values.view(torch.uint8) if values.element_size() == 1 else values
-    return words.masked_fill(~used.view(-1, 1).expand(-1, values.numel() // len(used)).reshape(values.shape), 0).view(
-        values.dtype
-    )
+    rows, count = outputs[4], outputs[0].numel() // problem.shape[1]
+    return inputs, (*(_cleared(values, rows, count) for values in outputs[:2]), *outputs[2:])
 
 
 def _combine_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor, ...]:
@@ -399,10 +394,11 @@ def _combine_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
     return (torch.empty(s.tokens, s.hidden, dtype=getattr(torch, problem.dtype), device=device),)
 
 
-def _combined(inputs: Sequence[tuple[Any, ...]], rank: int, dtype: Any) -> tuple[torch.Tensor]:
-    """The weighted sum of a rank's tokens, of results in `dtype`."""
+def _combined(inputs: Sequence[tuple[Any, ...]], rank: int, dtype_name: str) -> tuple[torch.Tensor]:
+    """The weighted sum of a rank's tokens, of results in that dtype."""
     import torch
 
+    dtype = getattr(torch, dtype_name)
     rows = torch.stack([given[3][rank] for given in inputs])
     parts = [torch.zeros(rows.shape[1], inputs[rank][0].shape[1], dtype=dtype) for _ in range(rows.shape[2])]
     for k, part in enumerate(parts):
@@ -411,25 +407,13 @@ def _combined(inputs: Sequence[tuple[Any, ...]], rank: int, dtype: Any) -> tuple
     return (weighted_sum(parts, inputs[rank][1], (rows >= 0).any(0)),)
 
 
-def _combine_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    import torch
-
-    return _combined(inputs, rank, torch.float64)
-
-
-def _combine_exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    return _combined(inputs, rank, inputs[rank][0].dtype)
-
-
 def _clear_combined(
     problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Zeros in rows of the experts' results that hold no token."""
     if not inputs:
         return inputs, outputs
-    results, *rest = inputs
-    used = sources_of(rest[2].flatten(0, 1), results.numel() // sizes_of(problem).hidden) >= 0
-    return (_cleared(results, used), *rest), outputs
+    return (_cleared(inputs[0], inputs[3], inputs[0].numel() // problem.shape[1]), *inputs[1:]), outputs
 
 
 def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
@@ -439,135 +423,129 @@ def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
     return [*[(1 << power, 7168, 8, 256) for power in range(0, 9, 2)], (64, 4096, 8, 128), (64, 7168, 8, 64)]
 
 
-def _check(problem: Problem) -> None:
-    _, hidden, topk, experts = problem.shape
-    if experts % problem.world_size:
-        raise ValueError(f"{experts} experts cannot be shared equally by {problem.world_size} ranks")
-    if topk < 1 or hidden < 1 or experts < 1:
-        raise ValueError(f"hidden, top-k and experts must be at least 1: {problem.shape}")
+def check(problem: Problem) -> None:
+    """Refuse sizes that the ranks, or the groups of a scale, cannot share equally.
+
+    Raises:
+        UnsupportedInputError: says what to pass.
+    """
+    _, hidden, _, experts = problem.shape
+    if experts < 1 or experts % problem.world_size:
+        raise UnsupportedInputError(
+            f"{experts} experts cannot be shared equally by {problem.world_size} ranks; pass a multiple of that as "
+            "num_experts"
+        )
     if problem.scaling == "group128" and hidden % GROUP:
-        raise ValueError(f"group128 scales {GROUP} elements together, and {hidden} is no multiple of that")
+        raise UnsupportedInputError(f"quantize='group128' needs a multiple of {GROUP} elements, not {hidden}")
 
 
-EP_DISPATCH = register_op(
-    OpSpec(
+_spec = functools.partial(
+    OpSpec,
+    reductions=(),
+    dtypes=SUM_DTYPES,
+    shape_help="tokens of a rank x hidden x top-k x experts, e.g. 64x7168x8x256",
+    rank_of_shape=4,
+    default_shapes=_default_shapes,
+    check=check,
+)
+register_op(
+    _spec(
         name="ep_dispatch",
         summary="every token goes to the ranks of its experts, sorted by expert",
-        reductions=(),
-        dtypes=SUM_DTYPES,
-        shape_help="tokens of a rank x hidden x top-k x experts, e.g. 64x7168x8x256",
-        rank_of_shape=4,
         make_inputs=_dispatch_inputs,
         make_outputs=_dispatch_outputs,
-        reference=_dispatch_reference,
+        reference=lambda *asked: tuple(output.double() for output in _dispatch_exact(*asked)),
         tolerance=dict.fromkeys((*SUM_DTYPES, "float64", "token", "group128"), 0.0),
-        message_bytes=lambda problem: problem.shape[0] * wire_bytes(problem),
-        busbw_factor=lambda world_size: busbw_factor("ep_dispatch", world_size),
-        default_shapes=_default_shapes,
+        message_bytes=lambda problem: problem.shape[0] * sizes_of(problem).wire_bytes,
+        busbw_factor=functools.partial(busbw_factor, "ep_dispatch"),
         ordered_reference=_dispatch_exact,
         layouts=LAYOUTS,
         scalings=("", "token", "group128"),
-        check=_check,
         cleared=_clear_dispatched,
     )
 )
-
-EP_COMBINE = register_op(
-    OpSpec(
+register_op(
+    _spec(
         name="ep_combine",
         summary="the results of a token's experts come back and are summed by weight",
-        reductions=(),
-        dtypes=SUM_DTYPES,
-        shape_help="tokens of a rank x hidden x top-k x experts, e.g. 64x7168x8x256",
-        rank_of_shape=4,
         make_inputs=_combine_inputs,
         make_outputs=_combine_outputs,
-        reference=_combine_reference,
+        reference=lambda problem, inputs, rank: _combined(inputs, rank, "float64"),
         # ‖out − ref‖ / ‖ref‖ of a sum in fp32 that is rounded once.
         tolerance={"bfloat16": 4e-3, "float16": 6e-4, "float32": 1e-6, "float64": 1e-14},
-        message_bytes=lambda problem: (
-            problem.shape[0] * problem.shape[1] * problem.shape[2] * ITEMSIZE[problem.dtype] // problem.world_size
-        ),
-        busbw_factor=lambda world_size: busbw_factor("ep_combine", world_size),
-        default_shapes=_default_shapes,
-        ordered_reference=_combine_exact,
-        check=_check,
+        message_bytes=lambda problem: math.prod(problem.shape[:3]) * ITEMSIZE[problem.dtype] // problem.world_size,
+        busbw_factor=functools.partial(busbw_factor, "ep_combine"),
+        ordered_reference=lambda problem, inputs, rank: _combined(inputs, rank, problem.dtype),
         cleared=_clear_combined,
     )
 )
 
 
-class DispatchLibrary(LibraryVariant, registered=True):
-    """all_to_all_single of the tokens, and their places in PyTorch; never waits for the device. Graph-safe on NCCL.
+def dispatch_by(
+    gather: Callable[[torch.Tensor, torch.Tensor], object], problem: Problem, workspace: Workspace
+) -> Launch:
+    """A launch of ep_dispatch: `gather(all, own)` collects all tokens, PyTorch takes those of this rank's experts."""
+    import torch.distributed as dist
 
-    Every rank is sent all tokens, so that sizes do not depend on what is in `topk_ids`.
-    """
+    overflow, rank = Overflow.of(workspace.group, workspace.device), dist.get_rank(workspace.group)
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        overflow.check(workspace)
+        x, ids, *rest = inputs
+        wire = wire_rows(x, ids, problem)
+        everyone = wire.new_empty(problem.world_size * wire.shape[0], wire.shape[1])
+        gather(everyone, wire)
+        code = unpack(everyone, rank, problem, outputs, int(rest[0]) if rest else ALIGNMENT)
+        overflow.note(code, bound_of(problem, outputs[0]), workspace)
+
+    return run
+
+
+class DispatchLibrary(LibraryVariant, registered=True):
+    """All tokens go to all ranks, so that sizes do not depend on ids. Graph-safe on NCCL."""
 
     op = "ep_dispatch"
-    summary = "all_to_all_single of NCCL (gloo on CPUs), and PyTorch operators that sort"
+    numerics = "ordered"  # bits are moved
+    summary = "all_gather of NCCL (gloo on CPUs), and PyTorch operators that sort"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        import torch
-        import torch.distributed as dist
-
-        n, rank, group = problem.world_size, dist.get_rank(workspace.group), workspace.group
-        gather, exchange, overflow = all_gather_single(), dist.all_to_all_single, Overflow.of(group, workspace.device)
-
-        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            x, own, *rest = inputs
-            alignment, bound = int(rest[0]) if rest else ALIGNMENT, bound_of(problem, outputs[0])
-            ids = own.new_empty((n * len(own), *own.shape[1:]))
-            gather(ids, own.contiguous(), group=group)
-            ids = ids.view(n, *own.shape)
-            placed = place(ids, rank, problem, bound, alignment)
-            overflow.note(placed.code, bound, workspace)
-            wire = wire_rows(x, problem)
-            sent = wire.expand(n, *wire.shape).contiguous()
-            got = torch.empty_like(sent)
-            exchange(got, sent, group=group)
-            fill_tokens(placed, got.flatten(0, 1), outputs, problem)
-            for output, values in zip(outputs[2:], placed[:3], strict=True):
-                output.copy_(values)
-
-        return run
+        return dispatch_by(functools.partial(all_gather_single(), group=workspace.group), problem, workspace)
 
 
 class CombineLibrary(LibraryVariant, registered=True):
-    """all_to_all_single of the rows that are due, and a weighted sum in PyTorch. Graph-safe on NCCL.
+    """Rows of results that are due are exchanged, and summed in PyTorch. Graph-safe on NCCL.
 
     Eager calls wait for the number of rows; captured ones send room for every token, and take world_size times as much.
     """
 
     op = "ep_combine"
+    numerics = "ordered"  # the sum is `weighted_sum`
     summary = "all_to_all_single of NCCL (gloo on CPUs), and PyTorch operators that sum"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
         import torch.distributed as dist
 
-        s, n, group, exchange = sizes_of(problem), problem.world_size, workspace.group, dist.all_to_all_single
-        overflow = Overflow.of(workspace.group, workspace.device)
+        s, n, overflow = sizes_of(problem), problem.world_size, Overflow.of(workspace.group, workspace.device)
+        exchange: Any = functools.partial(dist.all_to_all_single, group=workspace.group)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             results, weights, ids, rows = inputs
-            results = results.view(-1, s.hidden).view(torch.uint8)
-            sends = rows.view(n, -1) != NOT_HERE
-            owner = torch.where(ids >= 0, ids // s.local, n).view(-1)
+            places, owner = rows.view(n, -1), torch.where(ids >= 0, ids // s.local, n).view(-1)
             due = owner == torch.arange(n, device=ids.device)[:, None]  # [n, T · K]
-            if problem.mode == "graph":
-                sent = results[rows.view(n, -1).clamp(min=0).long()]
-                got = torch.empty_like(sent)
-                exchange(got, sent, group=group)
-                slots = got[owner.clamp(max=n - 1), torch.arange(len(owner), device=ids.device)]
-            else:
-                counts = torch.stack([sends.sum(1), due.sum(1)]).tolist()
-                overflow.check(workspace)  # what the ranks send and expect would differ
-                sent = results[rows.view(n, -1)[sends].long()]
-                got = sent.new_empty(sum(counts[1]), sent.shape[1])
-                exchange(got, sent, counts[1], counts[0], group=group)
-                slots = sent.new_zeros(len(owner), sent.shape[1])
+            counts: list[list[int]] = []
+            if problem.mode == "eager":
+                here = places != NOT_HERE
+                counts, places = torch.stack([due.sum(1), here.sum(1)]).tolist(), places[here]
+            overflow.check(workspace)  # after what was waited for
+            sent = results.view(-1, s.hidden)[places.clamp(min=0).long()].masked_fill_(places.unsqueeze(-1) < 0, 0)
+            got = sent.new_empty(sum(counts[0]), s.hidden) if counts else torch.empty_like(sent)
+            exchange(got.view(torch.uint8), sent.view(torch.uint8), *counts)
+            if counts:
+                slots = got.new_empty(len(owner), s.hidden)
                 slots[due.nonzero()[:, 1]] = got
-            parts = slots.view(outputs[0].dtype).view(s.tokens, s.topk, s.hidden).unbind(1)
-            outputs[0].copy_(weighted_sum(parts, weights, ids >= 0))
+            else:
+                slots = got[owner.clamp(max=n - 1), torch.arange(len(owner), device=ids.device)]
+            outputs[0].copy_(weighted_sum(slots.view(s.tokens, s.topk, s.hidden).unbind(1), weights, ids >= 0))
 
         return run
