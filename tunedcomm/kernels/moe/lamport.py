@@ -25,13 +25,13 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton import next_power_of_2
 
 from tunedcomm.kernels.common.lane import STATE_OFFSET, read_counter, write_counter
 from tunedcomm.kernels.common.packets import PACKET_BYTES, has_escape, restore
 from tunedcomm.kernels.common.sync import (
     INTERPRET,
     SENTINEL,
-    as_mask,
     load_packets,
     poll_from,
     poll_words,
@@ -48,20 +48,19 @@ from tunedcomm.kernels.moe.push import (
     block_barrier,
     count_all,
     fill_table,
-    is_sent,
     parts_of_sum,
-    power_above,
     quantise_kernel,
     rows_of_token,
     send_results,
     send_token,
     send_words,
+    share_counts,
     store_words,
     weigh_packets,
     write_token,
 )
 from tunedcomm.space import Config, Space
-from tunedcomm.spec import Limits, Problem
+from tunedcomm.spec import Problem
 
 
 @triton.jit
@@ -91,10 +90,10 @@ def dispatch_lamport_kernel(
 
     The stage: counts, places, tokens, masks, each by source rank. `scratch` is this rank's: counts, tables, places.
     """
-    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
-    KP: tl.constexpr = power_above(TOPK)
-    WIDTH: tl.constexpr = power_above(LOCAL)
+    KP: tl.constexpr = next_power_of_2(TOPK)
+    WIDTH: tl.constexpr = next_power_of_2(LOCAL)
     peers = (q0, q1, q2, q3, q4, q5, q6)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
@@ -117,11 +116,7 @@ def dispatch_lamport_kernel(
         )  # fmt: skip
     bins = tl.arange(0, BINS)
     mine = count_all(ids, id_words, 0, tokens, TOPK, EXPERTS)
-    own_counts = (rank * blocks + block) * BINS + bins
-    store_words(scratch, own_counts, mine, bins <= EXPERTS)
-    for i in tl.static_range(WORLD_SIZE - 1):
-        theirs = (bins // LOCAL == (rank + 1 + i) % WORLD_SIZE) | (block == 0)
-        send_words(peers[i] + stage + own_counts * 4, mine, theirs & (bins <= EXPERTS))
+    share_counts(scratch, stage, peers, rank, mine, WORLD_SIZE, EXPERTS)
 
     others = (1 << WORLD_SIZE) - 1 - (1 << rank)
     sent_here = ((bins // LOCAL == rank) | (block == 0)) & (bins <= EXPERTS)
@@ -154,11 +149,10 @@ def dispatch_lamport_kernel(
             here_at = r * tokens + placed
             unset = tl.full((KP,), SENTINEL, tl.int32)
             store_words(local + places + r * slot, (part * tokens + placed) * KP + k, unset, (k < TOPK) & (rank != r))
-            targets = rows_of_token(
+            targets, sent = rows_of_token(
                 table + r * (WIDTH * 4), own_places + ((r * SPLIT + part) * tokens + placed) * (KP * 4),
                 rows + here_at * (TOPK * 4), part, bound, TOPK, LOCAL, PADDED,
             )  # fmt: skip
-            sent = is_sent(targets, TOPK)
             for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
                 packet = start + threads
                 here = packet < wire_packets
@@ -178,14 +172,7 @@ def dispatch_lamport_kernel(
 def peek_packets(address, mask):
     """`load_packets` of what peers write: relaxed at system scope, past the caches of this SM."""
     if INTERPRET:
-        p = address.to(tl.pointer_type(tl.int32))
-        mask = as_mask(mask)
-        return (
-            tl.load(p, mask=mask, other=0, volatile=True),
-            tl.load(p + 1, mask=mask, other=0, volatile=True),
-            tl.load(p + 2, mask=mask, other=0, volatile=True),
-            tl.load(p + 3, mask=mask, other=0, volatile=True),
-        )
+        return load_packets(address, mask)
     else:
         return tl.inline_asm_elementwise(
             """{
@@ -268,31 +255,30 @@ class _Lamport(GridVariant):
     name = "lamport"
     space = Space(GRID)
     areas = ("arena", "stage_bytes")
+    room = "stage_bytes"
     host_wish: Mapping[str, float] = {**HOST_GRID, "split": 1}
-
-    def room(self, limits: Limits) -> int:
-        return limits.stage_bytes
 
 
 class DispatchLamport(_Lamport, DispatchVariant, registered=True):
     summary = "push without flags: tokens announce themselves; best for few tokens"
     kernels = (dispatch_lamport_kernel, quantise_kernel)
 
-    def own_bytes(self, problem: Problem, config: Config) -> int:
-        return int(config["split"]) * self.table_bytes(problem, config)
+    def token_bytes(self, problem: Problem) -> int:
+        return super().token_bytes(problem) // PACKET_BYTES * (PACKET_BYTES + 4)  # with masks
 
-    def staged(self, problem: Problem, config: Config) -> int:
-        tokens = problem.world_size * problem.shape[0] * self.packets(problem)
-        return self.own_bytes(problem, config) + tokens * (PACKET_BYTES + 4)
+    def further_bytes(self, problem: Problem, config: Config) -> int:
+        return int(config["split"]) * super().further_bytes(problem, config)
+
+    def own_bytes(self, problem: Problem, config: Config) -> int:
+        return self.further_bytes(problem, config)
 
 
 class CombineLamport(_Lamport, CombineVariant, registered=True):
     summary = "push without flags: results announce themselves; best for few tokens"
     kernels = (combine_lamport_kernel,)
 
-    def staged(self, problem: Problem, config: Config) -> int:
-        hello = problem.world_size * int(config["num_blocks"]) * PACKET_BYTES
-        return super().staged(problem, config) + hello
+    def further_bytes(self, problem: Problem, config: Config) -> int:
+        return problem.world_size * int(config["num_blocks"]) * PACKET_BYTES  # of the words of blocks
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Any]:
         return {**super().constants(problem, config), "LOCAL": sizes_of(problem).local}

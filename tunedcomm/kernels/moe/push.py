@@ -27,6 +27,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton import next_power_of_2
 
 from tunedcomm.kernels.all_reduce_rms_norm.rows import _narrow_e4m3, _store_words
 from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels, refuse_residence
@@ -56,12 +57,6 @@ RANGES = tl.constexpr(64)  # blocks of the kernel that counts
 _E4M3_MAX = tl.constexpr(448.0)
 
 
-@triton.constexpr_function
-def power_above(count):
-    """The least power of two that is not below `count`."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
 @triton.jit
 def load_words(address, index, mask, other):
     """32-bit words of an array."""
@@ -85,6 +80,14 @@ def store_words(address, index, values, mask):
 
 
 @triton.jit
+def send_words(address, words, mask):
+    """`store_word` for tensors that several warps hold: Triton stores each element once, and .wt is as relaxed.sys."""
+    if INTERPRET:
+        mask = as_mask(mask)
+    tl.store(address.to(tl.pointer_type(tl.int32)), words, mask=mask, cache_modifier=".wt")
+
+
+@triton.jit
 def block_barrier():
     """Let the whole block see what its threads wrote."""
     if not INTERPRET:
@@ -94,10 +97,10 @@ def block_barrier():
 @triton.jit
 def count_before(ids, id_words, first, token, TOPK: tl.constexpr):
     """(experts of a token, tokens of each that come before it, from the token `first` on)."""
-    k = tl.arange(0, power_above(TOPK))
+    k = tl.arange(0, next_power_of_2(TOPK))
     at = token * TOPK + k
     mine = load_words(ids, at * id_words, k < TOPK, -1)
-    count = tl.zeros((power_above(TOPK),), tl.int32)
+    count = tl.zeros((next_power_of_2(TOPK),), tl.int32)
     end = (token + 1) * TOPK
     for start in tl.range(first * TOPK, end, CHUNK):
         q = start + tl.arange(0, CHUNK)
@@ -110,7 +113,7 @@ def count_before(ids, id_words, first, token, TOPK: tl.constexpr):
 @triton.jit
 def count_all(ids, id_words, first, last, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
     """Tokens of each expert from the token `first` to before `last`; behind them the number of ids of no expert."""
-    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     counts = tl.zeros((BINS,), tl.int32)
     wrong = 0
     for start in tl.range(first * TOPK, last * TOPK, CHUNK):
@@ -128,8 +131,8 @@ def count_kernel(ids, id_words, tokens, counted, TOPK: tl.constexpr, EXPERTS: tl
 
     `counted` holds the ranges' counts, then the words of the tokens.
     """
-    BINS: tl.constexpr = power_above(EXPERTS + 1)
-    KP: tl.constexpr = power_above(TOPK)
+    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
+    KP: tl.constexpr = next_power_of_2(TOPK)
     size = (tokens + RANGES - 1) // RANGES
     first = tl.program_id(0).to(tl.int64) * size
     last = tl.minimum(first + size, tokens)
@@ -144,23 +147,12 @@ def count_kernel(ids, id_words, tokens, counted, TOPK: tl.constexpr, EXPERTS: tl
 
 
 @triton.jit
-def sum_ranges(counted, end, EXPERTS: tl.constexpr):
-    """Counts of the ranges before `end`."""
-    BINS: tl.constexpr = power_above(EXPERTS + 1)
-    bins = tl.arange(0, BINS)
-    total = tl.zeros((BINS,), tl.int32)
-    for j in tl.range(0, end):
-        total += load_words(counted, j * BINS + bins, bins < BINS, 0)
-    return total
-
-
-@triton.jit
 def place_of(
     ids, id_words, tokens, token, counted, TOPK: tl.constexpr, EXPERTS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """(experts of a token, own tokens of each that come before it)."""
-    BINS: tl.constexpr = power_above(EXPERTS + 1)
-    KP: tl.constexpr = power_above(TOPK)
+    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
+    KP: tl.constexpr = next_power_of_2(TOPK)
     if COUNTED:
         k = tl.arange(0, KP)
         mine = load_words(ids, (token * TOPK + k) * id_words, k < TOPK, -1)
@@ -220,21 +212,19 @@ def tell_overflow(
     counts, bound, alignment, cell, WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Write the code of `Overflow` if an expert of any rank has no room; `counts` are those of all ranks together."""
-    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     expert = tl.arange(0, BINS)
     real = expert < EXPERTS
     counts = counts.to(tl.int64)
-    if PADDED:
-        over = real & (counts > bound)
-    else:
+    begins = tl.zeros((BINS,), tl.int64)
+    if not PADDED:
         aligned = (counts + alignment - 1) // alignment * alignment
-        over = expert < 0
         for d in tl.static_range(WORLD_SIZE):
             here = real & (expert // LOCAL == d)
             theirs = tl.where(here, aligned, 0)
-            begins = tl.cumsum(theirs, 0) - theirs
-            over = over | (here & (counts > 0) & (begins + counts > bound))
+            begins = tl.where(here, tl.cumsum(theirs, 0) - theirs, begins)
+    over = real & (counts > 0) & (begins + counts > bound)
     first = tl.min(tl.where(over, expert, BINS), axis=0).to(tl.int64)
     count = tl.sum(tl.where(expert == first, counts, 0), axis=0)
     wrong = tl.sum(tl.where(expert == EXPERTS, counts, 0), axis=0)
@@ -246,20 +236,20 @@ def tell_overflow(
 
 
 @triton.jit
-def share_counts(area, local, peers, rank, mine, WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr):
-    """Write this block's copy of the own counts into all ranks' areas; peers need those of their experts alone.
+def share_counts(own, area, peers, rank, mine, WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr):
+    """Write this block's copy of the own counts to `own` and the peers' `area`; they need those of their experts alone.
 
     Block 0 writes all of them, so that its counterparts can tell of an overflow on any rank.
     """
-    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     at = (rank * blocks + block) * BINS + bins
-    store_words(local + area, at, mine, bins <= EXPERTS)
+    store_words(own, at, mine, bins <= EXPERTS)
     for i in tl.static_range(WORLD_SIZE - 1):
         theirs = (bins // LOCAL == (rank + 1 + i) % WORLD_SIZE) | (block == 0)
-        store_words(peers[i] + area, at, mine, theirs & (bins <= EXPERTS))
+        send_words(peers[i] + area + at * 4, mine, theirs & (bins <= EXPERTS))
 
 
 @triton.jit
@@ -272,9 +262,9 @@ def fill_table(
     `shared` holds the counts of all ranks, of every block BINS words each. Block 0 has those of all experts, and fills
     in the outputs that follow from them.
     """
-    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
-    WIDTH: tl.constexpr = power_above(LOCAL)
+    WIDTH: tl.constexpr = next_power_of_2(LOCAL)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     e = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.int32)
@@ -304,14 +294,6 @@ def fill_table(
 
 
 @triton.jit
-def send_words(address, words, mask):
-    """`store_word` for tensors that several warps hold: Triton stores each element once, and .wt is as relaxed.sys."""
-    if INTERPRET:
-        mask = as_mask(mask)
-    tl.store(address.to(tl.pointer_type(tl.int32)), words, mask=mask, cache_modifier=".wt")
-
-
-@triton.jit
 def send_token(
     token, source, ids, id_words, tokens, counted, peers, rank, own_places, places, place_at, mask_at, wire_packets,
     part,
@@ -323,12 +305,12 @@ def send_token(
     POLLED: peers poll for both. Parts of a token then have places of their own, and the packets, escaped, have masks.
     """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
-    k = tl.arange(0, power_above(TOPK))
+    k = tl.arange(0, next_power_of_2(TOPK))
     experts, before = place_of(ids, id_words, tokens, token, counted, TOPK, EXPERTS, COUNTED)
     owner = tl.where((experts >= 0) & (experts < EXPERTS), experts // LOCAL, -1)
     place = before * LOCAL + experts % LOCAL
     copy = rank * SPLIT + part if POLLED else rank
-    at = (copy * tokens + token) * power_above(TOPK) + k
+    at = (copy * tokens + token) * next_power_of_2(TOPK) + k
     store_words(own_places, at, tl.where(owner == rank, place, -1), k < TOPK)
     goes = ()
     for i in tl.static_range(WORLD_SIZE - 1):
@@ -352,19 +334,22 @@ def send_token(
 
 @triton.jit
 def rows_of_token(table, places, rows, part, bound, TOPK: tl.constexpr, LOCAL: tl.constexpr, PADDED: tl.constexpr):
-    """The rows of a token by k, also written to `rows`; `table` and `places` are those of its source rank."""
-    targets = ()
+    """The rows of a token by k, also written to `rows`, and if it came here at all, be there room or not.
+
+    `table` and `places` are those of its source rank.
+    """
+    targets, sent = (), False
     for i in tl.static_range(TOPK):
         place = load_word(places, i)
         expert = tl.maximum(place, 0) % LOCAL
         row = load_word(table, expert).to(tl.int64) + tl.maximum(place, 0) // LOCAL
         limit = (expert + 1) * bound if PADDED else bound
-        row = tl.where(place < 0, -1, tl.where(row < limit, row, -2))
-        targets = targets + (row,)  # type: ignore[assignment]
+        targets = targets + (tl.where(place < 0, -1, tl.where(row < limit, row, -2)),)  # type: ignore[assignment]
+        sent = sent | (place >= 0)
     if part == 0:
         for i in tl.static_range(TOPK):
             tl.store((rows + i * 4).to(tl.pointer_type(tl.int32)), targets[i].to(tl.int32))
-    return targets
+    return targets, sent
 
 
 @triton.jit
@@ -383,15 +368,6 @@ def write_token(out, scales, targets, packet, words, here, row_packets, TOPK: tl
 
 
 @triton.jit
-def is_sent(targets, TOPK: tl.constexpr):
-    """True if the token came here, for one of its experts at least, be there room or not."""
-    sent = targets[0] != -1
-    for i in tl.static_range(1, TOPK):
-        sent = sent | (targets[i] != -1)
-    return sent
-
-
-@triton.jit
 def dispatch_kernel(
     x, ids, out, scales, counts_out, offsets_out, rows, id_words, bound, alignment, tokens, row_packets, wire_packets,
     local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks, counted, cell,
@@ -399,10 +375,10 @@ def dispatch_kernel(
     COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """In round c: push piece c, place piece c − 1."""
-    BINS: tl.constexpr = power_above(EXPERTS + 1)
+    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
-    KP: tl.constexpr = power_above(TOPK)
-    WIDTH: tl.constexpr = power_above(LOCAL)
+    KP: tl.constexpr = next_power_of_2(TOPK)
+    WIDTH: tl.constexpr = next_power_of_2(LOCAL)
     peers = (q0, q1, q2, q3, q4, q5, q6)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
@@ -419,12 +395,15 @@ def dispatch_kernel(
 
     # Says that this rank reads its gather area no more.
     arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    if COUNTED:  # noqa: SIM108 - a constant
-        mine = sum_ranges(counted, RANGES, EXPERTS)
+    if COUNTED:
+        bins = tl.arange(0, BINS)
+        mine = tl.zeros((BINS,), tl.int32)
+        for j in tl.range(0, RANGES):
+            mine += load_words(counted, j * BINS + bins, bins < BINS, 0)
     else:
         mine = count_all(ids, id_words, 0, tokens, TOPK, EXPERTS)
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    share_counts(gather, local, peers, rank, mine, WORLD_SIZE, EXPERTS)
+    share_counts(local + gather, gather, peers, rank, mine, WORLD_SIZE, EXPERTS)
 
     for c in tl.range(0, num_chunks + 1):
         if c < num_chunks:
@@ -450,13 +429,12 @@ def dispatch_kernel(
                 for s in tl.range(0, WORLD_SIZE):
                     r = (rank + s) % WORLD_SIZE
                     at = r * tokens + placed
-                    targets = rows_of_token(
+                    targets, wanted = rows_of_token(
                         table + r * (WIDTH * 4), local + places + at * (KP * 4), rows + at * (TOPK * 4), part, bound,
                         TOPK, LOCAL, PADDED,
                     )  # fmt: skip
                     come = local + data + r * slot + (placed - behind) * wire_bytes
                     source = tl.where(r == rank, x + placed * wire_bytes, come)
-                    wanted = is_sent(targets, TOPK)
                     for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
                         packet = start + threads
                         here = (packet < wire_packets) & wanted
@@ -466,32 +444,18 @@ def dispatch_kernel(
 
 
 @triton.jit
-def weigh_word(words, weights, valid, WORD: tl.constexpr, TOPK: tl.constexpr, DTYPE: tl.constexpr):
-    """Word `WORD` of the weighted sum of TOPK packets (4 words each) by the ordered rule."""
-    low = tl.zeros(words[WORD].shape, tl.float32)
-    high = tl.zeros(words[WORD].shape, tl.float32)
-    for k in tl.static_range(TOPK):
-        more_low, more_high = widen(words[4 * k + WORD], DTYPE)
-        low = tl.where(valid[k], low + weights[k] * more_low, low)
-        if DTYPE != "float32":
-            high = tl.where(valid[k], high + weights[k] * more_high, high)
-    return narrow(low, high, DTYPE)
-
-
-@triton.jit
 def weigh_packets(words, weights, valid, TOPK: tl.constexpr, DTYPE: tl.constexpr):
-    """The weighted sum of TOPK packets, four words."""
-    return (
-        weigh_word(words, weights, valid, 0, TOPK, DTYPE),
-        weigh_word(words, weights, valid, 1, TOPK, DTYPE),
-        weigh_word(words, weights, valid, 2, TOPK, DTYPE),
-        weigh_word(words, weights, valid, 3, TOPK, DTYPE),
-    )
-
-
-@triton.jit
-def load_weight(weights, index):
-    return tl.load((weights + index * 4).to(tl.pointer_type(tl.float32)))
+    """The weighted sum of TOPK packets (4 words each) by the ordered rule, four words."""
+    summed = ()
+    for w in tl.static_range(4):
+        low = tl.zeros(words[w].shape, tl.float32)
+        high = low
+        for k in tl.static_range(TOPK):
+            more_low, more_high = widen(words[4 * k + w], DTYPE)
+            low = tl.where(valid[k], low + weights[k] * more_low, low)
+            high = tl.where(valid[k], high + weights[k] * more_high, high)
+        summed = summed + (narrow(low, high, DTYPE),)  # type: ignore[assignment]
+    return summed
 
 
 @triton.jit
@@ -502,28 +466,21 @@ def send_results(
     """Push the results for a token of every other rank to `place` there; POLLED: without the sentinel."""
     for i in tl.static_range(WORLD_SIZE - 1):
         asked = rows + ((rank + 1 + i) % WORLD_SIZE * tokens + token) * (TOPK * 4)
+        found = ()
+        for k in tl.static_range(TOPK):
+            found = found + (load_word(asked, k).to(tl.int64),)  # type: ignore[assignment]
         for start in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
             packet = start + tl.arange(0, BLOCK)
-            push_results(
-                results, asked, peers[i] + place, row_packets * 16, packet, packet < row_packets, TOPK, POLLED
-            )  # fmt: skip
-
-
-@triton.jit
-def push_results(results, rows, place, row_bytes, packet, here, TOPK: tl.constexpr, POLLED: tl.constexpr):
-    """Push packets of the results for a token with the rows `rows` to `place`, where there are any."""
-    found = ()
-    for k in tl.static_range(TOPK):
-        found = found + (load_word(rows, k).to(tl.int64),)  # type: ignore[assignment]
-    words = ()
-    for k in tl.static_range(TOPK):  # all loads before the first store
-        source = results + found[k] * row_bytes + packet * 16
-        words = words + load_packets(source, here & (found[k] >= 0))
-    for k in tl.static_range(TOPK):
-        w0, w1, w2, w3 = words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]  # type: ignore[var-annotated]
-        if POLLED:
-            w0, w1, w2, w3 = arm(w0), arm(w1), arm(w2), arm(w3)
-        store_packets(place + k * row_bytes + packet * 16, w0, w1, w2, w3, here & (found[k] != -1), REMOTE=POLLED)
+            here = packet < row_packets
+            words = ()
+            for k in tl.static_range(TOPK):  # all loads before the first store
+                words = words + load_packets(results + (found[k] * row_packets + packet) * 16, here & (found[k] >= 0))
+            for k in tl.static_range(TOPK):
+                w0, w1, w2, w3 = words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]  # type: ignore[var-annotated]
+                if POLLED:
+                    w0, w1, w2, w3 = arm(w0), arm(w1), arm(w2), arm(w3)
+                at = peers[i] + place + (k * row_packets + packet) * 16
+                store_packets(at, w0, w1, w2, w3, here & (found[k] != -1), REMOTE=POLLED)
 
 
 @triton.jit
@@ -538,7 +495,7 @@ def parts_of_sum(results, weights, ids, rows, id_words, at, come, row_bytes, TOP
         own = load_word(rows, k).to(tl.int64)
         expert = load_word(ids, (at + k) * id_words)
         sources = sources + (tl.where(own >= 0, results + own * row_bytes, come + k * row_bytes),)  # type: ignore[assignment]
-        weight = weight + (load_weight(weights, at + k),)  # type: ignore[assignment]
+        weight = weight + (load_word(weights, at + k).to(tl.float32, bitcast=True),)  # type: ignore[assignment]
         valid = valid + (expert >= 0,)  # type: ignore[assignment]
         there = there + ((expert >= 0) & (own != -2),)  # type: ignore[assignment]
         remote = remote + (tl.where(own == -1, expert, -1),)  # type: ignore[assignment]
@@ -591,15 +548,9 @@ def combine_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-def wire_packets_of(problem: Problem) -> int:
-    """Packets of a token as kernels send it: its own, and those of its scales."""
-    s = sizes_of(problem)
-    return s.row_bytes // PACKET_BYTES + packets_of(4 * s.num_scales)
-
-
 def quantise_request(problem: Problem) -> CompileRequest:
     """The binary that quantises tokens."""
-    width = power_above(packets_of(problem.shape[1] * ITEMSIZE[problem.dtype]))
+    width = next_power_of_2(packets_of(problem.shape[1] * ITEMSIZE[problem.dtype]))
     groups = width // packets_of(GROUP * ITEMSIZE[problem.dtype]) if problem.scaling == "group128" else 1
     scales = sizes_of(problem).num_scales
     constants: dict[str, Value] = {"DTYPE": problem.dtype, "PACKETS": width, "GROUPS": groups, "SCALES": scales}
@@ -617,30 +568,37 @@ class GridVariant(KernelVariant):
     """A variant whose grid shares out tokens among lanes of blocks, and a token's packets among those of a lane."""
 
     areas = ("gather", "num_chunks")
+    room = "staging_bytes"  # of `Limits`
     host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 1, "split": 1}
     most_registers = 255  # without a bound ptxas often aims at 128 and spills what is above
 
     def packets(self, problem: Problem) -> int:
-        """Packets of a token as it travels."""
+        """Packets of a token as it travels: its own, and those of its scales."""
+        s = sizes_of(problem)
+        return s.row_bytes // PACKET_BYTES + packets_of(4 * s.num_scales)
+
+    def token_bytes(self, problem: Problem) -> int:
+        """Bytes of the workspace for a token of every rank."""
         raise NotImplementedError
+
+    def further_bytes(self, problem: Problem, config: Config) -> int:
+        """Bytes of the workspace for all else."""
+        return 0
 
     def staged(self, problem: Problem, config: Config) -> int:
         """Bytes of the workspace that a call takes."""
-        raise NotImplementedError
+        ring = min(int(config.get("num_chunks", 1)), int(RING.value))
+        return self.further_bytes(problem, config) + ring * self.span(problem, config) * self.token_bytes(problem)
 
     def span(self, problem: Problem, config: Config) -> int:
         """Tokens of a piece."""
         return -(-problem.shape[0] // int(config.get("num_chunks", 1)))
 
-    def room(self, limits: Limits) -> int:
-        return limits.staging_bytes
-
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         if reason := refuse_kernels(problem, limits, SUM_DTYPES, ("", "sum")):
             return reason
-        s = sizes_of(problem)
-        if s.row_bytes % PACKET_BYTES or s.experts % problem.world_size:
-            return f"kernels move tokens of whole packets of {PACKET_BYTES} bytes, not of {s.row_bytes} bytes"
+        if (row_bytes := sizes_of(problem).row_bytes) % PACKET_BYTES:
+            return f"kernels move tokens of whole packets of {PACKET_BYTES} bytes, not of {row_bytes} bytes"
         return None
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -652,8 +610,8 @@ class GridVariant(KernelVariant):
             return f"{tokens} tokens leave some of {blocks} blocks or {chunks} pieces without work"
         if (split - 1) * threads >= self.packets(problem):
             return f"{self.packets(problem)} packets of a token leave some of {split} blocks without work"
-        if (needed := self.staged(problem, config)) > self.room(limits):
-            return f"{tokens} tokens need {needed} bytes of a workspace with room for {self.room(limits)} of them"
+        if (needed := self.staged(problem, config)) > (room := getattr(limits, self.room)):
+            return f"{tokens} tokens need {needed} bytes of a workspace with room for {room} of them"
         if limits.backend == "cuda" and self.num_rounds(problem, config) > 1024:
             return f"{tokens} tokens need more than 1024 rounds of {blocks} blocks"
         return None
@@ -688,24 +646,20 @@ class DispatchVariant(GridVariant):
     op = "ep_dispatch"
     counts_first = False
 
-    def packets(self, problem: Problem) -> int:
-        return wire_packets_of(problem)
+    def token_bytes(self, problem: Problem) -> int:
+        return problem.world_size * self.packets(problem) * PACKET_BYTES
 
-    def table_bytes(self, problem: Problem, config: Config) -> int:
-        """Bytes of counts, tables and places, from all ranks."""
-        s, blocks = sizes_of(problem), int(config["num_blocks"])
-        words = blocks * (power_above(s.experts + 1) + power_above(s.local)) + s.tokens * power_above(s.topk)
+    def further_bytes(self, problem: Problem, config: Config) -> int:
+        """Of counts, tables and places, from all ranks."""
+        s = sizes_of(problem)
+        of_block = next_power_of_2(s.experts + 1) + next_power_of_2(s.local)
+        words = int(config["num_blocks"]) * of_block + s.tokens * next_power_of_2(s.topk)
         return int(4 * problem.world_size * words + PACKET_BYTES)
 
     def own_bytes(self, problem: Problem, config: Config) -> int:
         """Bytes of memory that a call takes on this rank alone."""
         s = sizes_of(problem)
-        return int(4 * (RANGES.value * power_above(s.experts + 1) + s.tokens * power_above(s.topk)))
-
-    def staged(self, problem: Problem, config: Config) -> int:
-        ring = min(int(config.get("num_chunks", 1)), int(RING.value))
-        slots = problem.world_size * ring * self.span(problem, config)
-        return self.table_bytes(problem, config) + slots * self.packets(problem) * PACKET_BYTES
+        return int(4 * (RANGES.value * next_power_of_2(s.experts + 1) + s.tokens * next_power_of_2(s.topk)))
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         s = sizes_of(problem)
@@ -725,7 +679,7 @@ class DispatchVariant(GridVariant):
         s, device, mode = sizes_of(problem), workspace.device, problem.mode
         on_host = device.type == "cpu"
         overflow = Overflow.of(workspace.group, device)
-        packets = wire_packets_of(problem)
+        packets = self.packets(problem)
         quantise = count = None
         wire_nbytes = s.tokens * packets * PACKET_BYTES if problem.scaling else 0
         wire = workspace.scratch(mode, wire_nbytes + self.own_bytes(problem, config)).data_ptr()
@@ -789,13 +743,8 @@ class CombineVariant(GridVariant):
     op = "ep_combine"
     most_registers = 128
 
-    def packets(self, problem: Problem) -> int:
-        return sizes_of(problem).row_bytes // PACKET_BYTES
-
-    def staged(self, problem: Problem, config: Config) -> int:
-        ring = min(int(config.get("num_chunks", 1)), int(RING.value))
-        s = sizes_of(problem)
-        return ring * self.span(problem, config) * s.topk * s.row_bytes
+    def token_bytes(self, problem: Problem) -> int:
+        return problem.shape[2] * sizes_of(problem).row_bytes
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "DTYPE": problem.dtype}
@@ -803,7 +752,7 @@ class CombineVariant(GridVariant):
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         s, overflow = sizes_of(problem), Overflow.of(workspace.group, workspace.device)
         kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
-        sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
+        sizes = (s.tokens, self.packets(problem))
         extra = self.arguments(problem, config, workspace)
         launch = kernel.fix((*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra))
 
@@ -828,4 +777,4 @@ class CombinePush(CombineVariant, registered=True):
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         needed = self.staged(problem, {"num_chunks": 1}) * 4
-        return {**super().wish(problem, limits), "num_chunks": max(needed / max(self.room(limits), 1), 1)}
+        return {**super().wish(problem, limits), "num_chunks": max(needed / max(limits.staging_bytes, 1), 1)}
