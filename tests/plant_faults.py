@@ -67,7 +67,7 @@ FAULTS = [
     Fault("selection", "numerics_policy_ignored", "if not admits(self.policy, numerics):", "if numerics is None:"),
     Fault("dispatch", "mode_off_ignored", '.settings.mode == "off"', '.settings.mode == "offline"'),
     Fault("dispatch", "mode_force_ignored", '== "force" and not', '== "forced" and not'),
-    Fault("dispatch", "nan_unseen", "if found:\n                raise", "if found < 0:\n                raise"),
+    Fault("dispatch", "nan_unseen", "if found := sum(int(_count", "if found := 0 * sum(int(_count"),
     Fault("dispatch", "misses_by_every_rank", "if communicator.rank != 0 or (noted", "if (noted"),
     Fault("dispatch", "misses_counted_twice", "counter.count += 1", "counter.count += 2"),
     Fault(
