@@ -18,8 +18,6 @@ Source: copy-engine collectives of PyTorch's asynchronous tensor parallelism, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -54,70 +52,6 @@ def flags_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, WO
     arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
     write_counter(local, epoch + 1, EPOCH_OFFSET)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job(ChunkSender):
-    """A launch, but for the tensors' addresses. One side stream more carries what does not cross the links.
-
-    Attributes:
-        flags: launches the flag kernel on a stream.
-        area: address of the own staging area that is used.
-    """
-
-    flags: Callable[[int], None]
-    area: int
-
-    @property
-    def _aside(self) -> int:
-        return self.copies.streams[NUM_STREAMS - 1]
-
-    def _copy_own(self, stream: int, x: int, out: int) -> None:
-        self.fork(stream, (self._aside,))
-        self.copies.copy(self._aside, out + self.rank * self.nbytes, x + self.rank * self.stride, self.nbytes)
-
-    def _take(self, c: int, out: int) -> None:
-        """Copy chunk `c` of all peers to the output; slot i of the area is that of the peer i + 1 after this rank."""
-        start, size = self.extent(c)
-        slot = min(self.num_chunks, RING) * self.chunk
-        for step in range(len(self.targets)):
-            target = out + self.rank_at(step) * self.nbytes + start
-            self.copies.copy(self._aside, target, self.area + step * slot + self.place(c), size)
-        self.copies.record(_TAKEN + c % 2, self._aside)
-
-    def push(self, stream: int, x: int, out: int) -> None:
-        """Push to `out`; the module's text says why in this order."""
-        self._copy_own(stream, x, out)
-        for t in range(self.num_chunks + 1):
-            if t >= 1:
-                self.await_sent(t - 1, stream)
-            if t >= 3:
-                self.copies.wait(stream, _TAKEN + (t - 3) % 2)
-            self.flags(stream)
-            due = range(0 if t == 0 else t + 1, min(t + 2, self.num_chunks))
-            self.fork(stream, (*(self.sides if due else ()), *((self._aside,) if t >= 1 else ())))
-            for c in due:
-                self.send(c, x)
-            if t >= 1:
-                self._take(t - 1, out)
-        self.copies.wait(stream, _TAKEN + (self.num_chunks - 1) % 2)
-
-    def pull(self, stream: int, x: int, out: int, *sources: int) -> None:
-        """Pull to `out`, from the peers' addresses of a symmetric input, or where there are none from their areas."""
-        copies = self.copies
-        self._copy_own(stream, x, out)
-        copies.record(_TAKEN, self._aside)
-        if not sources:
-            copies.copy(stream, self.area, x, self.nbytes)
-        self.flags(stream)
-        self.fork(stream, self.sides)
-        for step, source in zip(range(len(self.targets)), sources or self.targets, strict=False):
-            target = out + self.rank_at(step) * self.nbytes
-            copies.copy(copies.streams[step % self.num_streams], target, source + self.rank * self.stride, self.nbytes)
-        self.note_sent(0)
-        self.await_sent(0, stream)
-        copies.wait(stream, _TAKEN)
-        self.flags(stream)
 
 
 class CopyEngine(AllGatherVariant, registered=True):
@@ -181,25 +115,73 @@ class CopyEngine(AllGatherVariant, registered=True):
         chunk, num_chunks = self.cut(problem, config, layout.staging_bytes)
         slot = 0 if pulls else min(num_chunks, RING) * chunk
         slots = reversed(range(problem.world_size - 1))
-        job = _Job(
-            copies=copies_of(workspace, problem.mode),
+        copies, rank, nbytes = copies_of(workspace, problem.mode), workspace.rank, problem.nbytes
+        sender = ChunkSender(
+            copies=copies,
             num_streams=int(config["num_streams"]),
-            rank=workspace.rank,
-            nbytes=problem.nbytes,
-            stride=problem.nbytes if self.per_peer else 0,
+            rank=rank,
+            nbytes=nbytes,
+            stride=nbytes if self.per_peer else 0,
             targets=tuple(peer + area + number * slot for number, peer in zip(slots, lane.peers, strict=False)),
             chunk=chunk,
             num_chunks=num_chunks,
-            flags=kernel.fix(lane_arguments(problem, workspace)),
-            area=lane.local + area,
         )
+        flags = kernel.fix(lane_arguments(problem, workspace))
+        own_area, stride, peers = lane.local + area, sender.stride, range(problem.world_size - 1)
+        aside = copies.streams[NUM_STREAMS - 1]  # carries what does not cross the links
+
+        def copy_own(stream: int, x: int, out: int) -> None:
+            sender.fork(stream, (aside,))
+            copies.copy(aside, out + rank * nbytes, x + rank * stride, nbytes)
+
+        def take(c: int, out: int) -> None:
+            """Copy chunk `c` of all peers to the output; slot i of the area is that of rank + 1 + i."""
+            start, size = sender.extent(c)
+            for step in peers:
+                source = own_area + step * slot + sender.place(c)
+                copies.copy(aside, out + sender.rank_at(step) * nbytes + start, source, size)
+            copies.record(_TAKEN + c % 2, aside)
+
+        def push(stream: int, x: int, out: int) -> None:
+            """Push to `out`; the module's text says why in this order."""
+            copy_own(stream, x, out)
+            for t in range(num_chunks + 1):
+                if t >= 1:
+                    sender.await_sent(t - 1, stream)
+                if t >= 3:
+                    copies.wait(stream, _TAKEN + (t - 3) % 2)
+                flags(stream)
+                due = range(0 if t == 0 else t + 1, min(t + 2, num_chunks))
+                sender.fork(stream, (*(sender.sides if due else ()), *((aside,) if t >= 1 else ())))
+                for c in due:
+                    sender.send(c, x)
+                if t >= 1:
+                    take(t - 1, out)
+            copies.wait(stream, _TAKEN + (num_chunks - 1) % 2)
+
+        def pull(stream: int, x: int, out: int, *sources: int) -> None:
+            """Pull to `out`: from the peers' addresses of a symmetric input, else from their areas."""
+            copy_own(stream, x, out)
+            copies.record(_TAKEN, aside)
+            if not sources:
+                copies.copy(stream, own_area, x, nbytes)
+            flags(stream)
+            sender.fork(stream, sender.sides)
+            for step, source in zip(peers, sources or sender.targets, strict=False):
+                target = out + sender.rank_at(step) * nbytes
+                copies.copy(sender.sides[step % len(sender.sides)], target, source + rank * stride, nbytes)
+            sender.note_sent(0)
+            sender.await_sent(0, stream)
+            copies.wait(stream, _TAKEN)
+            flags(stream)
+
         if not pulls or problem.input_kind != "symmetric":
-            return AddressLaunch(job.pull if pulls else job.push)
+            return AddressLaunch(pull if pulls else push)
         peers_of = workspace.peers_of
 
         def pull_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             x = inputs[0]
-            job.pull(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
+            pull(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
 
         return pull_symmetric
 

@@ -21,8 +21,7 @@ Source: copy-engine collectives of PyTorch's asynchronous tensor parallelism, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import triton
 import triton.language as tl
@@ -91,35 +90,6 @@ def end_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, num_
     write_counter(local, epoch + num_chunks + 1, EPOCH_OFFSET)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job(ChunkSender):
-    """A launch, but for the tensors' addresses.
-
-    Attributes:
-        sums: launches kernel c, `(stream, input, output)`, for each piece.
-        end: launches the last kernel.
-    """
-
-    sums: tuple[Callable[..., None], ...]
-    end: Callable[..., None]
-
-    def _push(self, pieces: range, x: int, stream: int) -> None:
-        """Push pieces to all peers, after what is queued on `stream` now."""
-        if pieces:
-            self.fork(stream, self.sides)
-        for c in pieces:
-            self.send(c, x)
-
-    def run(self, stream: int, x: int, out: int) -> None:
-        """Push and sum all pieces; the module's text says why in this order."""
-        self._push(range(min(_AHEAD, self.num_chunks)), x, stream)
-        for c, launch in enumerate(self.sums):
-            self.await_sent(c, stream)
-            launch(stream, x, out)
-            self._push(range(c + _AHEAD, min(c + _AHEAD + 1, self.num_chunks)), x, stream)
-        self.end(stream)
-
-
 class CopyEngine(ReduceScatterVariant, registered=True):
     name = "copy_engine"
     summary = "copy engines push chunks to their owners piece by piece; few SMs sum what came"
@@ -173,7 +143,7 @@ class CopyEngine(ReduceScatterVariant, registered=True):
         kernel = bind_kernel(sum_request, int(config["num_blocks"]), workspace.device)
         head = (*self.leading(problem), *known, scatter, span, ring)
         slot = scatter + workspace.rank * ring * span * PACKET_BYTES
-        job = _Job(
+        sender = ChunkSender(
             copies=copies_of(workspace, problem.mode),
             num_streams=int(config["num_streams"]),
             rank=workspace.rank,
@@ -182,7 +152,24 @@ class CopyEngine(ReduceScatterVariant, registered=True):
             targets=tuple(address + slot for address in lane.peers[: problem.world_size - 1]),
             chunk=span * PACKET_BYTES,
             num_chunks=num_chunks,
-            sums=tuple(kernel.fix((*head, c)) for c in range(num_chunks)),
-            end=bind_kernel(end_request, 1, workspace.device).fix((*known, num_chunks)),
         )
-        return AddressLaunch(job.run)
+        sums = [kernel.fix((*head, c)) for c in range(num_chunks)]
+        end = bind_kernel(end_request, 1, workspace.device).fix((*known, num_chunks))
+
+        def push(pieces: range, x: int, stream: int) -> None:
+            """Push pieces to all peers, after what is queued on `stream` now."""
+            if pieces:
+                sender.fork(stream, sender.sides)
+            for c in pieces:
+                sender.send(c, x)
+
+        def run(stream: int, x: int, out: int) -> None:
+            """Push and sum all pieces; the module's text says why in this order."""
+            push(range(min(_AHEAD, num_chunks)), x, stream)
+            for c, launch in enumerate(sums):
+                sender.await_sent(c, stream)
+                launch(stream, x, out)
+                push(range(c + _AHEAD, min(c + _AHEAD + 1, num_chunks)), x, stream)
+            end(stream)
+
+        return AddressLaunch(run)
