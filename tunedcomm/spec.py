@@ -453,7 +453,10 @@ def candidates(problem: Problem, limits: Limits, policy: NumericsPolicy = "defau
 
 
 def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, by_name: bool = True) -> str | None:
-    """Why `candidate` cannot run `problem`, or None; not `by_name`: why it may not be chosen unless it is forced."""
+    """Why `candidate` cannot run `problem`, or None.
+
+    Without `by_name` variants whose waits have no bound are refused, too: dispatch does not choose them by itself.
+    """
     try:
         variant = get_variant(candidate.op, candidate.variant)
         config = variant.space.validate(candidate.config_dict)

@@ -58,7 +58,10 @@ T = TypeVar("T")
 # The policies of the blocks of `tunedcomm.numerics` that are open, the innermost last.
 policies: list[NumericsPolicy] = []
 # Attributes of a communicator that reach its process group.
-_HOLD_GROUPS = "group workspace _no_workspace node_groups plans fast_calls _captured _retired _watched"
+_HOLD_GROUPS = (
+    *("group", "workspace", "_no_workspace", "node_groups", "plans", "fast_calls", "_captured", "_retired"),
+    "_watched",
+)
 
 
 def _source_hashes() -> dict[str, str]:
@@ -246,7 +249,7 @@ class Communicator:
 
     def _make_state(self, *, for_kernels: bool = True) -> None:
         """Make memory and all that is kept of calls."""
-        drop_at_exit(self, *_HOLD_GROUPS.split())
+        drop_at_exit(self, *_HOLD_GROUPS)
         limits = limits_for(self.environment, self.world_size, layout=self.layout)
         self.limits = self._make_memory(limits if for_kernels else replace(limits, symmetric=False))
         self.plans: dict[Any, Any] = {}
@@ -437,9 +440,9 @@ class Communicator:
         self.forget_plans()
 
     def captured(self, plan: Any) -> None:
-        """Note that a graph replays this plan: the buffers it owns stay for as long as the communicator.
+        """Keep a plan that a graph replays, and its buffers, for as long as the communicator.
 
-        From the first one on eager kernels leave room for those of graphs, whose order on other streams is unknown.
+        From the first one on eager kernels leave room for those of graphs, which may be replayed on any stream.
         """
         self._captured[id(plan)] = plan
         if not self._has_graphs:

@@ -2,12 +2,12 @@
 
 **Lane order.** Blocks that wait for peers must all be resident. A kernel of the graph lane and one of the eager lane
 may run side by side, and then both must fit: else rank 0 may have room only for the one and rank 1 only for the
-other, and each waits for a peer that is kept out. So eager kernels are bound to take half of the GPU at most; those
-that shared memory keeps from it serve until the group captures its first graph, and no longer. From then on eager
-kernels are launched without programmatic dependent launch, too: a kernel that lets the next one in before its peers
-have come holds the room of two. In graphs it may be so: all that the eager lane ever holds is then one kernel of half
-of the GPU, beside which the oldest kernel of the graph finds room on every rank, and when the graph is through the
-eager one does.
+other, and each waits for a peer that is kept out. So eager kernels are bound to take half of the GPU at most. Some
+cannot, for the shared memory that they need; these run until the group captures its first graph, and are refused from
+then on. From then on eager kernels are also launched without programmatic dependent launch, by which a kernel lets the
+next one in while it still waits for peers, so that both hold room. Kernels in graphs may keep it: the eager lane holds
+at most one kernel of half of the GPU, beside which the oldest kernel of the graph finds room on every rank; when the
+graph is done, so does the eager kernel.
 
 Kernels in graphs may take all of the GPU, for large messages are sent faster so. Once such a one has been captured,
 graphs and eager calls of the group take turns in the order in which the host launches them, which is the same on

@@ -97,9 +97,10 @@ os.register_at_fork(after_in_child=_forget)
 def counter(
     communicator: Communicator, problem: Problem, source: str, policy: NumericsPolicy = "default"
 ) -> Counter | None:
-    """The counter of a missed problem's calls if it is worth tuning, else None; None if there are too many already.
+    """The counter of an untuned problem's calls, or None where they are not counted.
 
-    All ranks meet the same misses, the first of them counts. What no kernel can run is not worth tuning.
+    Rank 0 counts for all, for ranks meet the same problems. Not counted are problems that no kernel can run, and new
+    ones when `MAX_PROBLEMS` are counted already.
 
     Args:
         communicator: of the group that calls it; takes a note of the problem if it takes notes.

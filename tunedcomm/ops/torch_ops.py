@@ -39,8 +39,8 @@ _c10d: Any = distributed_c10d
 Tensors: TypeAlias = Sequence[Any]
 
 
-class Asked(NamedTuple):
-    """The arguments behind the tensors in a call; `options` as a tuple."""
+class OperatorArguments(NamedTuple):
+    """The arguments of an operator's call behind its tensors."""
 
     options: tuple[Any, ...]
     group_size: int
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     max_sms: int | None
 
 
-def _resolve(asked: Asked) -> Any:
+def _resolve(asked: OperatorArguments) -> Any:
     """The process group of that name.
 
     Raises:
@@ -80,7 +80,7 @@ class Operator:
         self.path, self.form = path, path.form
         self.name = self.form.operator
 
-    def serve(self, inputs: Tensors, outputs: Tensors, asked: Asked) -> Any:
+    def serve(self, inputs: Tensors, outputs: Tensors, asked: OperatorArguments) -> Any:
         """The result of a call of plain tensors, or a tuple of several; outputs that are None are made."""
         group, tensors = _resolve(asked), (*inputs, *outputs)
         fast = self.path.last.get(group)
@@ -89,7 +89,7 @@ class Operator:
             result = self.path.serve(tensors, asked.options, group, asked.numerics, asked.max_sms)
         return result
 
-    def results(self, inputs: Tensors, asked: Asked) -> Results:
+    def results(self, inputs: Tensors, asked: OperatorArguments) -> Results:
         """Shape and dtype of every output; refuses what the public function would."""
         return self.path.results(tuple(inputs), asked.options, asked.group_size, asked.numerics, asked.max_sms)
 
@@ -115,13 +115,13 @@ class Operator:
             _define(f"{name}_", f"({self.declaration(mutated=True)}) -> ()", self.run_in_place, self.fake_in_place)
         _differentiate(self)
 
-    def split(self, arguments: Sequence[Any]) -> tuple[Tensors, Asked]:
+    def split(self, arguments: Sequence[Any]) -> tuple[Tensors, OperatorArguments]:
         """A call's inputs and the rest; the dispatcher leaves trailing defaults out."""
         form = self.form
         inputs, rest = arguments[: len(form.inputs)], arguments[len(form.inputs) :]
         options, (group_size, group, *policy) = rest[: len(form.options)], rest[len(form.options) :]
         numerics = (policy.pop(0) if policy else None) if form.reduces else "default"
-        return inputs, Asked(tuple(options), group_size, group, numerics, policy[0] if policy else None)
+        return inputs, OperatorArguments(tuple(options), group_size, group, numerics, policy[0] if policy else None)
 
     def run(self, *arguments: Any) -> Any:
         """The functional form."""
@@ -183,7 +183,7 @@ class ListOperator(Operator):
         operator, inputs, asked = self._of_length(arguments)
         return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in operator.results(inputs, asked)]
 
-    def _of_length(self, arguments: Sequence[Any]) -> tuple[Operator, Tensors, Asked]:
+    def _of_length(self, arguments: Sequence[Any]) -> tuple[Operator, Tensors, OperatorArguments]:
         """The operator for lists of this length, the call's tensors in one tuple, and its options."""
         (a, several, scale_a, scales), asked = self.split(arguments)
         scales = gemm.as_list(scales or None, "scale_b", len(several))

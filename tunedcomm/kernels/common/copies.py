@@ -33,7 +33,7 @@ _AT_LEAST = 0  # of cuStreamWaitValue32
 
 
 class Copies:
-    """Queues of copies; these are the host's, where a copy is done when it is asked for, so there is nothing to order.
+    """Copies of one lane on side streams. This class is the host's: every call is done when it returns.
 
     Attributes:
         streams: handles of `NUM_STREAMS` side streams.
@@ -110,11 +110,11 @@ def _check(result: int, what: str) -> None:
         )
 
 
-def _new_stream(*, first: bool) -> int:
-    """Of the highest priority, for what others wait for should not queue behind what they compute; or of the least."""
+def _new_stream(*, urgent: bool) -> int:
+    """A stream of the highest priority, for copies that peers wait for, or of the lowest, for products."""
     handle, least, greatest = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
     _check(_driver().cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(greatest)), "to name priorities")
-    priority = greatest if first else least
+    priority = greatest if urgent else least
     _check(_driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority), "a stream")
     return int(handle.value or 0)
 
@@ -139,8 +139,8 @@ class _DeviceCopies(Copies):
 
     def __init__(self) -> None:
         library = _driver()
-        self.streams = tuple(_new_stream(first=True) for _ in range(NUM_STREAMS))
-        self.beside = _new_stream(first=False)
+        self.streams = tuple(_new_stream(urgent=True) for _ in range(NUM_STREAMS))
+        self.beside = _new_stream(urgent=False)
         self.events = tuple(_new_event() for _ in range(NUM_EVENTS + len(EVENTS_OF_PROGRESS)))
         self._copy, self._record, self._wait = library.cuMemcpyAsync, library.cuEventRecord, library.cuStreamWaitEvent
 
@@ -189,7 +189,7 @@ FREE_EVENT = _SENT + 3 * NUM_STREAMS  # the first that it leaves to others
 
 @dataclass(frozen=True, slots=True)
 class ChunkSender:
-    """Sends what one rank has for each peer, chunk by chunk on side streams; a launch, but for the input's address.
+    """Sends what one rank has for each peer, chunk by chunk on side streams; each call brings the input's address.
 
     Attributes:
         copies: the lane's queues.
@@ -227,7 +227,7 @@ class ChunkSender:
         return c % min(self.num_chunks, RING) * self.chunk
 
     def fork(self, stream: int, sides: Iterable[int]) -> None:
-        """Let side streams go on from here; only those that will have work, for a capture wants them joined."""
+        """Let side streams go on from here; only those that will have work, for a capture must join every one."""
         self.copies.fork(stream, sides, _HERE)
 
     def send(self, c: int, x: int) -> None:

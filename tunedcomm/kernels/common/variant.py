@@ -130,7 +130,7 @@ class Collective(NamedTuple):
 
     @classmethod
     def of(cls, variant: Variant, problem: Problem, outer: Config) -> Collective:
-        """With the variant's axes that the call's config has, and fixed values of others."""
+        """Take the variant's axes from the call's config; those that it lacks have fixed values."""
         known = {"items": 1, "launch_pdl": False, "direction": "push", "num_streams": 1, **outer}
         return cls(variant, problem, {name: known[name] for name in variant.space.names})
 
@@ -350,7 +350,7 @@ class RingVariant(KernelVariant):
     ring: int
 
     def lanes(self, config: Config) -> int:
-        """Blocks that work on a chunk: all, or those of each kind."""
+        """Blocks that share a chunk: all of them, or where blocks are of several kinds, those of one kind."""
         return int(config["num_blocks"])
 
     def slots(self, problem: Problem) -> int:

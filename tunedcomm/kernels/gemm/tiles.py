@@ -397,14 +397,14 @@ def _unsuited_order(problem: Problem, config: Config, limits: Limits, *, rows: i
 
 
 def two_fit(problem: Problem, config: Config) -> bool:
-    """An SM holds two blocks with such tiles at once."""
+    """True if an SM holds two blocks with such tiles at once."""
     m, n, k = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
     shared = int(config["num_stages"]) * (m + n) * k * ITEMSIZE[problem.dtype]
     return 2 * shared <= _SHARED_BYTES and 2 * _bytes_of_sums(problem, config) <= _REGISTER_BYTES * 5 // 8
 
 
 def _bytes_of_sums(problem: Problem, config: Config) -> int:
-    """Registers that a block's sums take on sm_90, which adds fp8 imprecisely: see `_gemm.exact_every`.
+    """Registers that a block's sums take on sm_90, which adds fp8 imprecisely: see `exact_every`.
 
     Each group of four warps keeps the latest products of the 64 rows at hand apart; fewer rows are multiplied as fp16.
     """
