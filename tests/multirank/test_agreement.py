@@ -147,12 +147,6 @@ def test_rank_0_without_a_home(rank: int) -> None:
     assert not Path("~").exists()
 
 
-def test_another_rank_without_a_home(rank: int) -> None:
-    """Which that rank has no use for."""
-    with without_home(rank == 1), settings({"TUNEDCOMM_DB_PATH": path("lamport.db")}):
-        assert same_everywhere(rank, "lamport") == []
-
-
 # Borrowed rows
 
 

@@ -11,7 +11,7 @@ import pytest
 from harness import run_ranks
 from planted_cases import OP
 
-BENCH = Path(__file__).parents[2] / "bench"
+ROOT = Path(__file__).parents[2]
 OPS = ("all_to_all_v", "all_reduce_bias")
 REST = tuple("all_to_all reduce_scatter all_gather all_reduce all_reduce_rms_norm ag_gemm gemm_rs gemm_ar".split())
 
@@ -25,7 +25,7 @@ def plant_one_that_writes_behind() -> None:
 def body(
     rank: int, world_size: int, names: tuple[str, ...], only: tuple[str, ...], mode: str = ""
 ) -> list[dict[str, Any]]:
-    sys.path.insert(0, str(BENCH))
+    sys.path.insert(0, str(ROOT / "bench"))
     if OP in names:
         plant_one_that_writes_behind()
     stress = importlib.import_module("stress")
@@ -77,7 +77,6 @@ def test_both_lanes_run_beside_each_other_with_small_grids() -> None:
 # `tunedcomm bench --peers`: other projects' kernels beside ours, through stand-ins in tests/data/fake_peers
 
 
-ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "data" / "fake_peers"
 ALL = ("flashinfer", "helion", "kraken", "triton_distributed")
 # Op and shape to the peers that have an adapter for it.

@@ -190,19 +190,6 @@ def test_all_gather_bad_input(rank: int) -> None:
     assert torch.equal(tunedcomm.all_gather(x), expected((4, 2), 0))
 
 
-def test_groups(rank: int) -> None:
-    groups = [(members, dist.new_group(list(members))) for members in ((0, 1), (1, 2), (0, 2))]
-    for size, (members, group) in enumerate(groups * 2, start=3):
-        if rank not in members:
-            with pytest.raises(tunedcomm.GroupError, match="not a member of the group"):
-                tunedcomm.all_gather(torch.ones(2), group=group)
-            continue
-        for name in ("lamport", "push"):
-            with tunedcomm.force("all_gather", name):
-                out = tunedcomm.all_gather(of_rank((size,), rank), group=group)
-                assert torch.equal(out, torch.cat([of_rank((size,), member) for member in members])), name
-
-
 def test_all_gather_of_symmetric_inputs(rank: int) -> None:
     x = tunedcomm.symmetric_empty((6, 4), dtype=torch.float32)
     for name in ("pull", "copy_engine", "lamport", "push"):

@@ -209,19 +209,6 @@ def test_fusion_sequence_parallel(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_fusion_sequence_parallel_in_a_batch(rank: int) -> None:
-    """Sequences side by side: what is gathered along them is no matrix of rows, and all stays as it was."""
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    model = sequence_parallel_block(mesh)
-    x = x_of(rank, 3, TOKENS // WORLD_SIZE, WIDTH, same=False)
-    expected = step(model, model, x)
-    fusion = tunedcomm.fusion_pass(mesh.get_group(), when="always")
-    close(step(model, compiled(model, fusion), x), expected)
-    assert len(fusion.records) == 8
-    assert all(not record.fused and "those of several sequences are" in record.why for record in fusion.records)
-
-
-@pytest.mark.slow
 def test_fusion_tensor_parallel(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model, x = tensor_parallel_layers(mesh), x_of(rank, TOKENS, WIDTH, same=True)
