@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -121,14 +121,29 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "rows", tuple(sorted(self.rows, key=_place)))
-        put(self, "failures", tuple(sorted(self.failures, key=_place)))
+        problems: Numbers[Problem] = Numbers()
+        candidates: Numbers[Candidate] = Numbers()
+        rows = [(problems.of(row.problem), candidates.of(row.candidate), row) for row in self.rows]
+        failures = [(problems.of(f.problem), candidates.of(f.candidate), f) for f in self.failures]
+        # Thousands of rows share some hundred problems and candidates: those are compared, and rows by their places.
+        place_of_problem = _places(problems.values, key=lambda problem: problem)
+        place_of_candidate = _places(candidates.values, key=str)
+
+        def place(numbered: tuple[int, int, Row | Failure]) -> tuple[int, int, str]:
+            problem, candidate, item = numbered
+            return place_of_problem[problem], place_of_candidate[candidate], item.source_hash
+
+        rows.sort(key=place)
+        put(self, "rows", tuple(row for _, _, row in rows))
+        put(self, "failures", tuple(failure for _, _, failure in sorted(failures, key=place)))
         put(self, "pins", tuple(sorted(self.pins, key=lambda pin: pin.problem)))
         put(self, "digest", self._digest())
+        family_of = [problem.family for problem in problems.values]
         families: dict[tuple[Problem, bool], list[Row]] = {}
-        for problem, rows in itertools.groupby(self.rows, key=attrgetter("problem")):
-            for borrowed, group in itertools.groupby(rows, key=attrgetter("borrowed")):
-                families.setdefault((problem.family, borrowed), []).extend(group)
+        for (problem, borrowed), group in itertools.groupby(
+            rows, key=lambda numbered: (numbered[0], numbered[2].borrowed)
+        ):
+            families.setdefault((family_of[problem], borrowed), []).extend(row for _, _, row in group)
         put(self, "_families", {family: tuple(found) for family, found in families.items()})
 
     def family_rows(self, problem: Problem, *, borrowed: bool = False) -> tuple[Row, ...]:
@@ -182,11 +197,6 @@ _TIMES = frozenset({"latency_p50_us", "latency_p10_us", "latency_p90_us", "basel
 _problem_fields = attrgetter(*(item.name for item in fields(Problem)))
 
 
-def _place(item: Row | Failure) -> tuple[Any, ...]:
-    """Order of rows and failures: by the fields of the problem, which compare faster than problems, and candidate."""
-    return (*_problem_fields(item.problem), str(item.candidate), item.source_hash)
-
-
 def _packed(times: Sequence[float | None]) -> str:
     """Times as the hexadecimal digits of doubles: to write them as decimals takes longer than all the rest."""
     return struct.pack(f"<{len(times)}d", *(math.nan if time is None else time for time in times)).hex()
@@ -214,6 +224,14 @@ class Numbers(Generic[T]):
             self.values.append(value)
         self._by_identity[id(value)] = number, value
         return number
+
+
+def _places(values: Sequence[T], key: Callable[[T], Any]) -> list[int]:
+    """By number of a value, its place among them all in the order of `key`."""
+    places = [0] * len(values)
+    for place, number in enumerate(sorted(range(len(values)), key=lambda number: key(values[number]))):
+        places[number] = place
+    return places
 
 
 @contextmanager
