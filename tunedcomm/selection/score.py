@@ -80,24 +80,22 @@ def median_baseline(rows: Iterable[Row]) -> float | None:
     return statistics.median(own) if own else None
 
 
-def comparable(row: Row, baseline_us: float | None, exponent: float | None = None) -> float:
+def comparable(row: Row, baseline_us: float | None) -> float:
     """The row's latency as if the library had taken `baseline_us` beside it; the formula is in the module's docstring.
 
     The host moves the library's eager times by tens of per cent from run to run, a challenger's by about the root of
     that below 1 MiB and by less above. Counted in full the baseline makes the choice worse
-    (bench/results/db/eager_scores.csv, by bench/eager_scores.py). A row that was no faster than the library beside it
-    counts in full, so that it is never taken for faster.
+    (bench/results/db/eager_scores.csv). A row that was no faster than the library beside it counts in full, so that it
+    is never taken for faster.
 
     Args:
         row: one measurement.
         baseline_us: None, or a time far below the row's baseline, leaves the latency as it is.
-        exponent: of the ratio of baselines; None takes that of the row's mode.
     """
     own_us = row.baseline_p50_us
     if own_us is None or baseline_us is None or own_us > _DISTURBED * baseline_us:
         return row.latency_p50_us
-    if exponent is None:
-        exponent = _EAGER_EXPONENT if row.problem.mode == "eager" and row.latency_p50_us < own_us else 1.0
+    exponent = _EAGER_EXPONENT if row.problem.mode == "eager" and row.latency_p50_us < own_us else 1.0
     return row.latency_p50_us / math.pow(own_us, exponent) * math.pow(baseline_us, exponent)
 
 
