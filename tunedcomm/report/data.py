@@ -124,8 +124,7 @@ class Measured:
         config: the candidate that ran, in words.
         latency_p10_us, latency_p50_us, latency_p90_us: percentiles of the slowest rank.
         library_us: the library's median in the same run; None where it is not known.
-        library_reckoned_us: the library's time that dispatch compares with instead, because `library_us` is missing or
-            was disturbed, or because an eager call's counts by half; None where dispatch uses `library_us`.
+        ratio: the library's time over this one as dispatch compares them; None where that is by `library_us` alone.
         date, run_id: when and in which run.
         is_chosen: what dispatch runs here.
         why: the reason, where it is chosen.
@@ -141,7 +140,7 @@ class Measured:
     latency_p10_us: float | None = None
     latency_p90_us: float | None = None
     library_us: float | None = None
-    library_reckoned_us: float | None = None
+    ratio: float | None = None
     date: str = ""
     run_id: str = ""
     is_chosen: bool = False
@@ -163,8 +162,9 @@ class Measured:
     @property
     def over_library(self) -> float | None:
         """The library's time over this one, as dispatch compares them; None if unknown."""
-        library_us = self.library_reckoned_us or self.library_us
-        return None if library_us is None else library_us / self.latency_p50_us
+        if self.ratio is not None or self.library_us is None:
+            return self.ratio
+        return self.library_us / self.latency_p50_us
 
     @property
     def over_library_text(self) -> str:
@@ -187,11 +187,11 @@ def group_up(found: Iterable[Measured]) -> dict[Group, list[Measured]]:
         group: [] for group in sorted({one.group for one in found}, key=lambda group: group.sort_key)
     }
     for one in sorted(newest.values(), key=lambda one: (one.message_bytes, one.shape, one.contender)):
-        library_us = one.library_us or (None if one.library_reckoned_us else library.get(one.run))
-        against_us = one.library_reckoned_us or library_us
-        own = newest.get((one.group, one.shape, LIBRARY))
+        library_us = one.library_us or (None if one.ratio else library.get(one.run))
+        compared, own = replace(one, library_us=library_us), newest.get((one.group, one.shape, LIBRARY))
+        against_us = (compared.over_library or 0.0) * one.latency_p50_us
         is_steady = not own or not against_us or 1 / _UNSTEADY < against_us / own.latency_p50_us < _UNSTEADY
-        grouped[one.group].append(replace(one, library_us=library_us, is_unsteady=not is_steady))
+        grouped[one.group].append(replace(compared, is_unsteady=not is_steady))
     return grouped
 
 
@@ -394,16 +394,12 @@ def _of_problem(
         assert trial.latency_p50_us is not None
         return found is None, not trial.final, trial.latency_p50_us if found is None else found.score
 
-    def reckoned_us(trial: Trial) -> float | None:
-        """The library's time that dispatch compares with; None where that is the one of the trial's run."""
+    def ratio(trial: Trial) -> float | None:
+        """The library's score over the trial's; None where dispatch goes by other rows."""
         found = scored.get(trial.candidate)
         if trial.variant == LIBRARY or found is None or pool.library_us is None:
             return None
-        if found.row.latency_p50_us != trial.latency_p50_us:
-            return None  # dispatch goes by other rows
-        library_us = pool.library_us / found.score * found.row.latency_p50_us
-        is_by_ratio = trial.baseline_p50_us is not None and math.isclose(library_us, trial.baseline_p50_us)
-        return None if is_by_ratio else library_us
+        return pool.library_us / found.score if found.row.latency_p50_us == trial.latency_p50_us else None
 
     kept: dict[str, Trial] = {}
     for trial in sorted(trials.values(), key=rank):
@@ -422,8 +418,8 @@ def _of_problem(
             latency_p50_us=trial.latency_p50_us,
             latency_p10_us=trial.latency_p10_us,
             latency_p90_us=trial.latency_p90_us,
-            library_us=trial.latency_p50_us if name == LIBRARY else trial.baseline_p50_us,
-            library_reckoned_us=reckoned_us(trial),
+            library_us=trial.library_us,
+            ratio=ratio(trial),
             date=trial.created_at.isoformat(timespec="seconds"),
             run_id="" if trial.run_id is None else str(trial.run_id),
             is_chosen=is_chosen,

@@ -365,17 +365,12 @@ def _hover(one: Measured) -> str:
     spread = ""
     if one.latency_p10_us is not None and one.latency_p90_us is not None:
         spread = f"<br>p10 {one.latency_p10_us:.2f}, p90 {one.latency_p90_us:.2f} µs"
-    versus = "" if one.over_library is None else f"<br>{one.over_library_text} the library, {_library(one)} µs"
+    versus = "" if one.over_library is None else f"<br>{one.over_library_text} the library"
     return f"{format_bytes(one.message_bytes)} ({one.shape}){spread}{versus}<br>{label(one.config)}"
 
 
 def _wrapped(text: str, width: int = 60) -> str:
     return "".join("<br>" + label(part) for part in textwrap.wrap(text, width))
-
-
-def _library(one: Measured) -> str:
-    own = "–" if one.library_us is None else f"{one.library_us:.2f}"
-    return own if one.library_reckoned_us is None else f"{own} † {one.library_reckoned_us:.2f}"
 
 
 def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> Table:
@@ -384,14 +379,13 @@ def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> T
     rows = []
     for one in found:
         floor = floor_us(group.op, one.message_bytes, group.world_size, link)
-        times = (one.latency_p10_us, one.latency_p50_us, one.latency_p90_us)
+        times = (one.latency_p10_us, one.latency_p50_us, one.latency_p90_us, one.library_us)
         rows.append(
             [
                 format_bytes(one.message_bytes),
                 one.shape,
                 one.contender + (" ★" if one.is_chosen else ""),
                 *("–" if value is None else f"{value:.2f}" for value in times),
-                _library(one),
                 one.over_library_text,
                 "–" if one.busbw_gb_s is None else f"{one.busbw_gb_s:.1f}",
                 "–" if floor is None else f"{floor / one.latency_p50_us:.0%}",
