@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _num_gpus() -> int:
-    import torch
 
     from tunedcomm.hardware import num_gpu_ranks
 
-    return num_gpu_ranks() if torch.cuda.is_available() else 0
+    return num_gpu_ranks()
 
 
 def _mark_other_ranks(items: list[pytest.Item]) -> None:

@@ -391,10 +391,12 @@ def ranks_share_a_gpu() -> bool:
 def num_gpu_ranks() -> int:
     """Ranks that GPUs here serve: one each, or as many as kernels take where they share the only one.
 
-    Asks NVML, so that no context is made.
+    Makes no context; 0 where CUDA does not work.
     """
     import torch
 
+    if not torch.cuda.is_available():
+        return 0
     return _MOST_RANKS_OF_A_GPU if ranks_share_a_gpu() else torch.cuda.device_count()
 
 
@@ -410,7 +412,8 @@ def gpu_of(local_rank: int) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The installed version of a package; empty if there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -443,7 +446,7 @@ def _cuda(device: int, nodes: int) -> Environment:
         driver=driver,
         cuda=torch.version.cuda or "",
         torch=torch.__version__,
-        triton=_version("triton"),
+        triton=version_of("triton"),
         nccl=".".join(str(part) for part in nccl),
     )
 
@@ -474,7 +477,7 @@ def _host_name() -> str:
 def _host(nodes: int) -> Environment:
     import torch
 
-    return Environment(gpu=_host_name(), nodes=nodes, torch=torch.__version__, triton=_version("triton"))
+    return Environment(gpu=_host_name(), nodes=nodes, torch=torch.__version__, triton=version_of("triton"))
 
 
 @lru_cache(maxsize=16)

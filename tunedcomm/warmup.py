@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.db.engine import warn_once
-from tunedcomm.db.layers import Layer, is_absent, layers, named_layers, writable_database
+from tunedcomm.db.layers import Layer, all_layers, is_absent, named_layers, writable_database
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
@@ -235,7 +235,7 @@ def store(trials: Sequence[Trial], command: str, folder: Path) -> list[Layer] | 
     except DatabaseError as error:
         logger.warning("what was tuned serves in this process, but is not stored: %s", error)
         write(str(folder / "tuned.db"))
-        return [Layer("user", str(folder / "tuned.db")), *layers()]
+        return [Layer("user", str(folder / "tuned.db")), *all_layers()]
     return None
 
 
@@ -356,7 +356,7 @@ def check_winners(communicator: Communicator, noted: Mapping[Problem, Note]) -> 
     def begin(known: Knowledge) -> None:
         recheck.measure(chosen, {(problem, winner.candidate) for problem, winner in first.items()})
 
-    recheck = Recheck((), options, source_hash=hash_if_known, seconds_left=_CHECK_S, begin=begin)
+    recheck = Recheck((), options, source_hash=hash_if_known, seconds_left=_CHECK_S, on_known=begin)
     run_in_job(communicator, options, recheck)
     trials = [trial for trial, _ in recheck.unstored]
     for winner in first.values():

@@ -64,7 +64,9 @@ def test_a_sweep_survives_every_kind_of_bad_candidate(tmp_path: Path) -> None:
     faulty = run(tmp_path / "faulty.db", (*GOOD, *BAD), ("planted_gpu",))
     clean = run(tmp_path / "clean.db", GOOD, ())
     with Database.open(tmp_path / "clean.db") as database:
-        wanted = {(t.problem.shape, str(t.candidate)) for t in database.trials(final=False) if t.status != "infeasible"}
+        wanted = {
+            (t.problem.shape, str(t.candidate)) for t in database.trials() if not t.final and t.status != "infeasible"
+        }
     with Database.open(tmp_path / "faulty.db") as database:
         trials = database.trials()
     ran = [t for t in trials if t.status in ("ok", "pruned") and not t.final]

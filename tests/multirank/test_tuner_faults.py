@@ -109,9 +109,9 @@ def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[Trial], 
         assert outcome.progress.num_gangs == 0
         assert len(database.trials()) == len(trials)
         assert outcome.num_skipped == 11
-        broken = {fate.variant for fate in outcome.fates if fate.is_broken}
+        broken = {one.variant for one in outcome.variants if one.is_broken}
         assert broken == {variant for variant, status in BAD.items() if status != "infeasible"}
-        infeasible = {fate.variant: fate.infeasible for fate in outcome.fates if fate.infeasible}
+        infeasible = {one.variant: one.infeasible for one in outcome.variants if one.infeasible}
         assert infeasible.keys() == {"infeasible", "bind_takes_too_much"}
         assert infeasible["infeasible"] == "planted: not on this machine"
         assert outcome.problems[0].failures == {"incorrect": 5, "compile_error": 1, "hung": 3, "crashed": 2}

@@ -468,7 +468,7 @@ def _read(case: Case) -> None:
             with case.promised(name, DatabaseError):
                 getattr(database, name)()
         with case.promised("filters", DatabaseError):
-            database.trials(problem=problems()[0], final=True)
+            database.trials(problem=problems()[0])
             database.environments(op="all_reduce", world_size=WORLD_SIZE)
 
 

@@ -22,7 +22,7 @@ from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of GPUs that are found here, none."""
     found = [0]
-    monkeypatch.setattr(options, "num_gpus", lambda: found[0])
+    monkeypatch.setattr(options, "num_gpu_ranks", lambda: found[0])
     return found
 
 

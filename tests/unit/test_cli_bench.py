@@ -66,7 +66,7 @@ class Gang:
 
 def start(gang: Gang, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> Ended:
     monkeypatch.setattr(runner, "run_module", gang)
-    monkeypatch.setattr(options, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(options, "num_gpu_ranks", lambda: gpus)
     return run("bench", "--op", "all_reduce", *arguments)
 
 

@@ -41,7 +41,7 @@ class Verify:
 
 def start(stand_in: Verify, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Ended:
     monkeypatch.setattr("tunedcomm.tuner.verify.verify", stand_in)
-    monkeypatch.setattr(options, "num_gpus", lambda: 4)
+    monkeypatch.setattr(options, "num_gpu_ranks", lambda: 4)
     return run_command("db", "verify", *arguments)
 
 

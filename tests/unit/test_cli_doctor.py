@@ -127,15 +127,15 @@ def test_settings_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "level"), [(None, "fail"), ("2.8.1", "fail"), ("2.9.0", "ok"), ("2.13.0+cpu", "ok"), ("2.10.0a1", "ok")]
+    ("version", "level"), [("", "fail"), ("2.8.1", "fail"), ("2.9.0", "ok"), ("2.13.0+cpu", "ok"), ("2.10.0a1", "ok")]
 )
-def test_old_and_missing_packages_fail(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda package: version)
+def test_old_and_missing_packages_fail(monkeypatch: pytest.MonkeyPatch, version: str, level: str) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda package: version)
     assert by_name(list(doctor.check_versions()), "torch").level == level
 
 
 def test_triton_too_old_for_the_host_backend_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda package: "3.6.0")
+    monkeypatch.setattr(doctor, "version_of", lambda package: "3.6.0")
     check = by_name(list(doctor.check_symmetric_memory()), "host backend")
     assert check.level == "warn"
     assert "triton>=3.9" in check.fix

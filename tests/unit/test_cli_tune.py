@@ -46,7 +46,7 @@ def result(**changes: Any) -> ProblemResult:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of GPUs that are found here, none."""
     found = [0]
-    monkeypatch.setattr(options, "num_gpus", lambda: found[0])
+    monkeypatch.setattr(options, "num_gpu_ranks", lambda: found[0])
     return found
 
 
@@ -220,7 +220,7 @@ def fate(variant: str = "lamport", *, num_ran: int = 0, infeasible: str = "", **
 
 
 @pytest.mark.parametrize(
-    ("fates", "options", "code", "said", "unsaid"),
+    ("summaries", "options", "code", "said", "unsaid"),
     [
         ([fate(incorrect=4, compile_error=1)], "", 0, ["none of 5"], []),
         (
@@ -243,19 +243,19 @@ def test_what_became_of_variants_is_told(
     sweep: Sweep,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    fates: list[VariantSummary],
+    summaries: list[VariantSummary],
     options: str,
     code: int,
     said: list[str],
     unsaid: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sweep.result = outcome(result(), fates=tuple(fates))
+    sweep.result = outcome(result(), variants=tuple(summaries))
     ended = tune(options)
     assert ended.code == code
     assert [part for part in said if part not in ended.err] == []
     assert [part for part in unsaid if part in ended.err] == []
-    assert [found["variant"] for found in tune(f"{options} --json").json["variants"]] == [fates[0].variant]
+    assert [found["variant"] for found in tune(f"{options} --json").json["variants"]] == [summaries[0].variant]
 
 
 def test_what_failed_before_is_not_tried_again(sweep: Sweep) -> None:
@@ -276,7 +276,7 @@ def test_command_that_shows_all_is_one_that_db_show_takes(tmp_path: Path) -> Non
     assert show_command(replace(PROBLEM, reduction="max"), None).endswith("--mode eager --reduction max")
 
 
-def test_fates_count_the_last_trial_of_each_candidate() -> None:
+def test_summaries_count_the_last_trial_of_each_candidate() -> None:
     (failed,) = fate(incorrect=1).firsts
     mended = replace(failed, status="pruned", reason="")
     elsewhere = replace(failed, problem=OTHER, status="infeasible", reason="too small")

@@ -20,9 +20,9 @@ from tunedcomm.db import misses as miss_log
 from tunedcomm.db.layers import (
     Layer,
     LayerFingerprint,
+    all_layers,
     differences,
     layer_fingerprints,
-    layers,
     load_snapshot,
     site_databases,
     user_database,
@@ -71,7 +71,7 @@ def test_without_a_home_the_other_layers_serve(
 ) -> None:
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", _site(tmp_path / "site.db"))
     for _ in range(3):
-        assert [layer.name for layer in layers()] == ["site"]
+        assert [layer.name for layer in all_layers()] == ["site"]
         assert len(load_snapshot(H200, 4).rows) == 1
         assert [layer.name for layer in read_layers(None)] == ["site"]
         assert misses.counter(_first_rank(), trial().problem, "library") is None, "nothing to note it in"
@@ -110,7 +110,10 @@ def test_site_lists_of_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert site_databases() == [*inside, one]
     monkeypatch.setattr(layers_module, "packaged_databases", lambda: [tmp_path / "shipped.db"])
     found = [("user", str(tmp_path / "user.db")), *(("site", target) for target in (*inside, one))]
-    assert [(layer.name, layer.target) for layer in layers()] == [*found, ("packaged", str(tmp_path / "shipped.db"))]
+    assert [(layer.name, layer.target) for layer in all_layers()] == [
+        *found,
+        ("packaged", str(tmp_path / "shipped.db")),
+    ]
 
 
 def test_bad_entries_are_said_once_and_the_others_serve(

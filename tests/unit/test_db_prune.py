@@ -14,8 +14,8 @@ from db_samples import H200, OLDER, START, candidate, decide, problem, trial
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.maintenance import FAILURES, Pruned, Selection, prune
-from tunedcomm.db.records import FAILED, STATUSES, Trial
+from tunedcomm.db.maintenance import Pruned, Selection, prune
+from tunedcomm.db.records import DANGEROUS, FAILURES, STATUSES, Trial
 from tunedcomm.db.store import Database
 from tunedcomm.selection.snapshot import Snapshot
 
@@ -125,7 +125,7 @@ def chosen(size: int, *paths: Path) -> str:
     return decide(snapshot, problem(size)).candidate.variant
 
 
-@pytest.mark.parametrize("status", FAILED)
+@pytest.mark.parametrize("status", DANGEROUS)
 @pytest.mark.parametrize("size", [4096, 8192])
 def test_what_failed_is_not_used_before_it_is_measured_again(tmp_path: Path, status: str, size: int) -> None:
     """Neither where it failed nor at another size, for which it would be predicted; whatever software it ran under."""

@@ -45,7 +45,6 @@ from tunedcomm.cli.output import (
 from tunedcomm.cli.stored import (
     Contest,
     environment_for,
-    library_us,
     listed,
     on_hardware,
     open_to_write,
@@ -117,7 +116,7 @@ def db_list(
 def _contest_to_dict(contest: Contest) -> dict[str, Any]:
     best, won = contest.best, None
     if best is not None:
-        won = attributes(best, "variant config latency_p50_us") | {"library_us": library_us(best), "trial_id": best.id}
+        won = attributes(best, "variant config latency_p50_us") | {"library_us": best.library_us, "trial_id": best.id}
     return {
         **attributes(contest, "layer environment problem"),
         "trials": len(contest.trials),
@@ -133,8 +132,8 @@ _SHOW_COLUMNS: dict[str, Callable[[Trial], object]] = {
     "p10 us": lambda trial: format_us(trial.latency_p10_us),
     "p50 us": lambda trial: format_us(trial.latency_p50_us),
     "p90 us": lambda trial: format_us(trial.latency_p90_us),
-    "library us": lambda trial: format_us(library_us(trial)),
-    "speed-up": lambda trial: format_ratio(library_us(trial), trial.latency_p50_us),
+    "library us": lambda trial: format_us(trial.library_us),
+    "speed-up": lambda trial: format_ratio(trial.library_us, trial.latency_p50_us),
     "error": lambda trial: "-" if trial.error is None else f"{trial.error:.1e}",
     "reason": lambda trial: trial.reason,
 }

@@ -1,12 +1,8 @@
-"""`tunedcomm doctor`: is this machine ready, and what to do where it is not.
-
-Each check looks at one thing and says ok, warn or fail, and what to do.
-"""
+"""`tunedcomm doctor`: checks that this machine is ready. Each check says ok, warn or fail, and what to do."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import itertools
 import os
 import platform
@@ -25,7 +21,7 @@ from tunedcomm.cli.options import BorrowOption, JsonOption, borrowed
 from tunedcomm.cli.output import Line, emit_json, note, print_lines
 from tunedcomm.cli.stored import environment_here, read_layers, stored_environments
 from tunedcomm.errors import DatabaseError, SettingError
-from tunedcomm.hardware import advice, nearest
+from tunedcomm.hardware import advice, nearest, version_of
 from tunedcomm.version import VERSION
 
 OLDEST = {"torch": "2.9", "triton": "3.6"}
@@ -54,13 +50,6 @@ def doctor(*, borrow: BorrowOption = None, as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _parsed(version: str) -> tuple[int, ...]:
     """Leading numbers of a version: `2.13.0+cpu` to (2, 13, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
@@ -72,13 +61,13 @@ def check_versions() -> Iterator[Line]:
     yield Line("python", "ok", f"{platform.python_version()} on {platform.machine()}")
     yield Line("tunedcomm", "ok", VERSION)
     for name, oldest in OLDEST.items():
-        found = _version(name)
-        if found is not None and _parsed(found) >= _parsed(oldest):
+        found = version_of(name)
+        if _parsed(found) >= _parsed(oldest):
             yield Line(name, "ok", found)
         else:
-            wrong = "is not installed" if found is None else f"{found} is older than {oldest}"
+            wrong = f"{found} is older than {oldest}" if found else "is not installed"
             yield Line(name, "fail", wrong, f"pip install '{name}>={oldest}'")
-    others = {name: _version(name) or "missing" for name in ("sqlalchemy", "alembic", "optuna", "nvidia-ml-py")}
+    others = {name: version_of(name) or "missing" for name in ("sqlalchemy", "alembic", "optuna", "nvidia-ml-py")}
     fix = "pip install tunedcomm" if "missing" in others.values() else ""
     yield Line("packages", "fail" if fix else "ok", ", ".join(map(" ".join, others.items())), fix)
 
@@ -122,22 +111,12 @@ def check_gpus() -> Iterator[Line]:
 
 def check_symmetric_memory() -> Iterator[Line]:
     """The backends of symmetric memory."""
-    import torch
     import torch.distributed as dist
 
     if not dist.is_available():
         yield Line("symmetric memory", "fail", "torch.distributed is missing in this torch", "install another torch")
         return
-    if torch.cuda.is_available():
-        try:
-            from torch.distributed._symmetric_memory import empty, rendezvous
-        except ImportError as error:
-            yield Line(
-                "symmetric memory", "fail", f"torch lacks it: {error}", f"pip install 'torch>={OLDEST['torch']}'"
-            )
-        else:
-            yield Line("symmetric memory", "ok", f"torch: {empty.__name__}, {rendezvous.__name__}")
-    triton = _version("triton") or "0"
+    triton = version_of("triton")
     if _parsed(triton) < _parsed(OLDEST_TRITON_HOST):
         fix = f"pip install 'triton>={OLDEST_TRITON_HOST}' in an environment without GPUs"
         yield Line("host backend", "warn", f"the interpreter of Triton {triton} cannot run the kernels", fix)
@@ -155,15 +134,15 @@ def check_symmetric_memory() -> Iterator[Line]:
 
 
 def check_databases() -> Iterator[Line]:
-    """Every layer: can it be read, what does it hold, does it lie where SQLite is safe."""
+    """Every layer: its content, and whether it can be read and lies where SQLite is safe."""
     from tunedcomm.db.engine import parse_target, refuse_network
-    from tunedcomm.db.layers import is_absent, layers, named_layers
+    from tunedcomm.db.layers import all_layers, is_absent, named_layers
 
     try:
         named_layers()
     except DatabaseError as error:
         yield Line("user database", "warn", str(error), "set HOME or TUNEDCOMM_DB")
-    for layer in layers():
+    for layer in all_layers():
         name, path = f"{layer.name} database", parse_target(layer.target).path
         if is_absent(layer):
             yield Line(name, "ok", f"{layer.target} is not there yet; `tunedcomm tune` makes it")
@@ -185,7 +164,7 @@ def check_databases() -> Iterator[Line]:
 
 
 def check_this_machine() -> Iterator[Line]:
-    """Does any database hold measurements of hardware like this."""
+    """Measurements of hardware like this, in any database."""
     here = environment_here()
     stored = stored_environments(read_layers(None), is_quiet=True)
     like = [environment for environment in stored if environment.hard_key == here.hard_key]
@@ -205,7 +184,7 @@ def check_this_machine() -> Iterator[Line]:
 
 
 def check_borrowing(names: Sequence[str]) -> Iterator[Line]:
-    """May the hardware of these names stand in for this machine."""
+    """Hardware of these names, which may or may not stand in for this machine."""
     from tunedcomm.selection.snapshot import loans, matches
 
     stored = stored_environments(read_layers(None), is_quiet=True)
@@ -253,29 +232,22 @@ def check_packages() -> Iterator[Line]:
     """Other packages that bring variants."""
     from tunedcomm.kernels import plugins
 
-    found = False
+    found: list[Line] = []
     if stuck := _discover():
         late = f"the import of {stuck} has not ended after {IMPORT_S:.0f} s"
-        yield Line("variants", "fail", late, "fix or uninstall it; until then commands and programs wait for it")
-        found = True
+        found.append(Line("variants", "fail", late, "fix or uninstall it; commands and programs wait for it"))
     for package, names in plugins.brought.items():
         if names:
-            yield Line("variants", "ok", f"{package} brings {', '.join(names)}")
+            found.append(Line("variants", "ok", f"{package} brings {', '.join(names)}"))
         elif package not in plugins.failed:
             fix = "call register_variant in the module, or the function, that its entry point names"
-            yield Line("variants", "warn", f"{package} brings nothing: its import registers no variant", fix)
-        found = True
+            found.append(Line("variants", "warn", f"{package} brings nothing: its import registers no variant", fix))
     for package, why in plugins.failed.items():
-        yield Line("variants", "warn", f"{package} brings no variants: {why}", "fix or uninstall it")
-        found = True
+        found.append(Line("variants", "warn", f"{package} brings no variants: {why}", "fix or uninstall it"))
     for package, group in plugins.misspelt_groups():
-        why = (
-            f"{package} has an entry point in the group {group!r}, which means nothing; did you mean {plugins.GROUP!r}?"
-        )
-        yield Line("variants", "warn", why, "correct the group in its pyproject.toml and install it again")
-        found = True
-    if not found:
-        yield Line("variants", "ok", f"no other package brings any (entry points {plugins.GROUP})")
+        why = f"{package} has an entry point in the group {group!r}, which means nothing; is {plugins.GROUP!r} meant?"
+        found.append(Line("variants", "warn", why, "correct the group in its pyproject.toml and install it again"))
+    yield from found or [Line("variants", "ok", f"no other package brings any (entry points {plugins.GROUP})")]
 
 
 def check_variables() -> Iterator[Line]:

@@ -18,6 +18,7 @@ import typer
 
 from tunedcomm import settings
 from tunedcomm.errors import UnknownNameError
+from tunedcomm.hardware import num_gpu_ranks, ranks_share_a_gpu
 from tunedcomm.spec import (
     DTYPES,
     InputKind,
@@ -356,26 +357,16 @@ def parse_share(text: str) -> float:
     return share
 
 
-def num_gpus() -> int:
-    """CUDA GPUs that ranks can use here; a single one that they may share counts as many."""
-    import torch
-
-    from tunedcomm.hardware import num_gpu_ranks
-
-    return num_gpu_ranks() if torch.cuda.is_available() else 0
-
-
 def backend_or_default(backend: Backend | None = None) -> Backend:
     """The backend that was asked for, else `cuda` where there are two GPUs or more, else `host`."""
-    return backend or ("cuda" if num_gpus() >= 2 else "host")
+    return backend or ("cuda" if num_gpu_ranks() >= 2 else "host")
 
 
 def local_ranks(world_size: int | None, backend: Backend | None = None) -> int:
     """Ranks to start: those asked for, else one a GPU, else 2 on the host backend or on one GPU that they share."""
-    from tunedcomm.hardware import ranks_share_a_gpu
     from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
-    available = 0 if backend == "host" else num_gpus()
+    available = 0 if backend == "host" else num_gpu_ranks()
     if backend == "cuda" and available < 2:
         raise bad_usage(
             "--backend",

@@ -37,11 +37,11 @@ _PIN_COLUMNS: dict[str, Callable[[Pin], object]] = {
 
 def read_layers(database: str | None) -> Sequence[Layer]:
     """Every layer, without a user database that was never made; or only the database that was named."""
-    from tunedcomm.db.layers import is_absent, layers, named_layers
+    from tunedcomm.db.layers import all_layers, is_absent, named_layers
 
     if database is not None:
         return named_layers(database)
-    return [layer for layer in layers() if not is_absent(layer)]
+    return [layer for layer in all_layers() if not is_absent(layer)]
 
 
 @contextmanager
@@ -156,7 +156,7 @@ class Contest:
     @property
     def library_us(self) -> float | None:
         """The library's median in the winner's run."""
-        return None if self.best is None else library_us(self.best)
+        return None if self.best is None else self.best.library_us
 
 
 def read_contests(
@@ -205,11 +205,6 @@ def on_hardware(hardware: str | None, records: list[R]) -> list[R]:
 def _order(contest: Contest) -> tuple[object, ...]:
     environment, p = contest.environment, contest.problem
     return (environment.gpu, environment.digest, p.op, p.world_size, p.dtype, p.mode, p.family, p.numel)
-
-
-def library_us(trial: Trial) -> float | None:
-    """The library's median in the trial's own run; its own latency where the trial is the library."""
-    return trial.latency_p50_us if trial.variant == "library" else trial.baseline_p50_us
 
 
 def winner(trials: Sequence[Trial]) -> Trial | None:

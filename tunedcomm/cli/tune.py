@@ -180,10 +180,12 @@ def tune(
     if as_json:
         summaries = [_to_dict(*one) for one in done]
         emit_json(summaries if missed else summaries[0])
-    _leave([outcome for outcome, _ in done], wanted.variants, db, as_json=as_json)
+    _report_failures([outcome for outcome, _ in done], wanted.variants, db, as_json=as_json)
 
 
-def _leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str | None, *, as_json: bool) -> None:
+def _report_failures(
+    outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str | None, *, as_json: bool
+) -> None:
     """Say what failed; exit with code 1 if a problem has no candidate or baseline, or a named variant runs nowhere.
 
     Told are variants that were `named`, and others of which nothing runs.
@@ -196,19 +198,19 @@ def _leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str
             lines.append(
                 f"{whose} not tried again: after mending a kernel raise its variant's `version`, or pass --retry"
             )
-        for fate in outcome.fates:
-            name, is_named = fate.variant, fate.variant in named
-            if is_named and fate.infeasible:
-                lines.append(f"{name} is infeasible for every problem of this sweep: {fate.infeasible}")
-            if fate.is_broken:
-                lines.append(f"{name}: none of {fate.num_failed} that were tried works")
-            if fate.is_broken or (is_named and fate.failures):
-                for first in fate.firsts:
-                    count = fate.failures[first.status]
+        for summary in outcome.variants:
+            name, is_named = summary.variant, summary.variant in named
+            if is_named and summary.infeasible:
+                lines.append(f"{name} is infeasible for every problem of this sweep: {summary.infeasible}")
+            if summary.is_broken:
+                lines.append(f"{name}: none of {summary.num_failed} that were tried works")
+            if summary.is_broken or (is_named and summary.failures):
+                for first in summary.firsts:
+                    count = summary.failures[first.status]
                     lines.append(f"{name}: {count} {first.status}, the first {first.candidate}: {first.reason}")
-                lines.append(f"{name}: all trials: {show_command(fate.firsts[0].problem, database)}")
+                lines.append(f"{name}: all trials: {show_command(summary.firsts[0].problem, database)}")
             variant = variants(outcome.problems[0].problem.op).get(name) if outcome.problems else None
-            if variant is None or not is_named or not fate.num_ran:
+            if variant is None or not is_named or not summary.num_ran:
                 continue
             if not variant.bounded:
                 why = "when it is forced: it would wait for a lost peer for ever"
@@ -229,7 +231,7 @@ def _leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str
     if (
         unsolved
         or without
-        or any(fate.is_broken and fate.variant in named for outcome in outcomes for fate in outcome.fates)
+        or any(summary.is_broken and summary.variant in named for outcome in outcomes for summary in outcome.variants)
     ):
         raise typer.Exit(1)
 
@@ -277,10 +279,10 @@ def _best_us(result: ProblemResult) -> float | None:
 def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
     """As JSON has it."""
     done = outcome.progress
-    fates, problems = [], []
-    for fate in outcome.fates:
-        reasons = {first.status: first.reason for first in fate.firsts}
-        fates.append({**attributes(fate, "variant num_ran failures infeasible"), "reasons": reasons})
+    summaries, problems = [], []
+    for summary in outcome.variants:
+        reasons = {first.status: first.reason for first in summary.firsts}
+        summaries.append({**attributes(summary, "variant num_ran failures infeasible"), "reasons": reasons})
     for result in outcome.problems:
         best = {"variant": None, "config": None, "latency_p50_us": None}
         if result.best is not None:
@@ -292,7 +294,7 @@ def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
         **attributes(done, "failures num_gangs num_compiled bind_share"),
         "num_trials": done.trials,
         "seconds": done.elapsed_s,
-        "variants": fates,
+        "variants": summaries,
         "problems": problems,
     }
 

@@ -111,7 +111,7 @@ def site_databases(*, is_quiet: bool = False) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def layers(*, is_quiet: bool = False) -> list[Layer]:
+def all_layers(*, is_quiet: bool = False) -> list[Layer]:
     """Every layer, nearest first; a user without a place for a database has none, which is said once."""
     try:
         user = named_layers()
@@ -128,12 +128,12 @@ def layers(*, is_quiet: bool = False) -> list[Layer]:
 
 def layers_beside(target: str | None = None) -> list[Layer]:
     """Every layer that is there, but for `target`, by default the user database."""
-    found = {place(layer.target): layer for layer in layers() if not is_absent(layer)}
-    found.pop(place(named_layers(target)[0].target), None)
+    found = {identity_of(layer.target): layer for layer in all_layers() if not is_absent(layer)}
+    found.pop(identity_of(named_layers(target)[0].target), None)
     return list(found.values())
 
 
-def place(target: str | Path) -> str:
+def identity_of(target: str | Path) -> str:
     """A name that all spellings of one database share."""
     try:
         path = parse_target(target).path
@@ -167,7 +167,7 @@ def load_snapshot(
     """Merge the rows of every layer for this environment's hard fields and this world size; see `build_snapshot`.
 
     Args:
-        layers: read these instead of `layers()`.
+        layers: read these instead of `all_layers()`.
         strict: raise a layer's error instead of leaving the layer out with a warning, also if there is no user
             database.
         borrow: names of other hardware whose rows may serve where there are none of this, as in TUNEDCOMM_BORROW.
@@ -177,7 +177,7 @@ def load_snapshot(
     found: list[Fetched] = []
     read = partial(fetch, environment=environment, world_size=world_size, borrow=borrow, like=like)
     with gc_paused():
-        for rank, layer in enumerate(_all_layers() if layers is None else layers):
+        for rank, layer in enumerate(all_layers() if layers is None else layers):
             try:
                 if strict or not is_absent(layer):
                     found.append(_read(layer, partial(read, layer=layer.name, layer_rank=rank)))
@@ -189,9 +189,6 @@ def load_snapshot(
     for note in snapshot.notes:
         warn_once(note)
     return snapshot
-
-
-_all_layers = layers
 
 
 def _read(layer: Layer, read: Callable[..., Fetched]) -> Fetched:
@@ -241,10 +238,10 @@ def layer_fingerprints() -> tuple[LayerFingerprint, ...]:
 
     Nothing is warned of: the rank that reads the layers does that.
     """
-    return tuple(_look(layer) for layer in layers(is_quiet=True) if not is_absent(layer))
+    return tuple(_fingerprint(layer) for layer in all_layers(is_quiet=True) if not is_absent(layer))
 
 
-def _look(layer: Layer) -> LayerFingerprint:
+def _fingerprint(layer: Layer) -> LayerFingerprint:
     try:
         target = parse_target(layer.target)
         if target.path is None:

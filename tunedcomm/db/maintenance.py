@@ -1,4 +1,4 @@
-"""Care for a database: is it sound, what does it amount to, and removing what is no longer of use."""
+"""Maintenance of a database: checks it, sums it up, and removes what is of no more use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tunedcomm.db import engine, query
 from tunedcomm.db import records as parse
 from tunedcomm.db.engine import BUSY_TIMEOUT_S, Target, num_bytes, parse_target, translated, warn_once
 from tunedcomm.db.layers import Layer
-from tunedcomm.db.records import FAILED, STATUSES, Reader, Skipped, StoredVariant, Trial, canonical_json, was_tried
+from tunedcomm.db.records import Reader, Skipped, StoredVariant, Trial, canonical_json, was_tried
 from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.snapshot import needed_trials, ok_rows
 from tunedcomm.db.store import Database
@@ -241,10 +241,6 @@ def _sources(by_variant: Mapping[StoredVariant, int], source_hash: SourceHash) -
 # Prune
 
 
-# What `failed` selects. That a candidate is infeasible is no failure, and costs nobody a launch.
-FAILURES = ("compile_error", "incorrect", "crashed", "hung")
-# With `ok` what a search counts as measured, and as checked.
-_RAN = ("ok", "pruned")
 # Ids of one connection, for as long as a plan is made and carried out.
 _SELECTED = sa.Table(
     "tunedcomm_selected", sa.MetaData(), sa.Column("id", sa.BigInteger, primary_key=True), prefixes=["TEMPORARY"]
@@ -258,8 +254,8 @@ class Selection:
     Attributes:
         stale: of a variant whose source has changed since.
         superseded: neither dispatch nor `explain` needs them.
-        failed: the status is one of `FAILURES`. With a candidate's failures go its good trials that they hide, so that
-            it is measured and checked again; failures that hide good trials of other databases stay.
+        failed: the status is one of FAILURES. With a candidate's failures go its good trials that they hide, so that it
+            is measured and checked again; failures that hide good trials of other databases stay.
         invalid: no reader uses them.
         environments: of an environment with one of these digests; empty means any.
         before: stored before this time.
@@ -389,7 +385,7 @@ def _conditions(connection: Connection, selection: Selection, source_hash: Sourc
         # No answer rests on trials that could not run, but a search that finds them does not try them again.
         found += [TrialRow.id.not_in(needed_trials()), TrialRow.status.not_in(("compile_error", "infeasible"))]
     if selection.failed:
-        found.append(TrialRow.status.in_(FAILURES))
+        found.append(TrialRow.status.in_(parse.FAILURES))
     if selection.environments:
         same = select(EnvironmentRow.id).where(EnvironmentRow.digest.in_(selection.environments))
         found.append(TrialRow.environment_id.in_(same))
@@ -408,33 +404,39 @@ def _hidden_by_failures(
     database stays. A database that cannot be read is left out with a warning.
     """
 
-    def reach(trial: Trial) -> tuple[Any, ...]:
+    def scope(trial: Trial) -> tuple[Any, ...]:
+        """A candidate on a family of problems and a kind of hardware: there a failure hides its trials."""
         return (trial.environment.hard_key, trial.problem.family, trial.candidate, trial.source_hash)
 
-    def load(connection: Connection) -> list[Trial]:
-        same = select(VariantRow.id).where(VariantRow.name.in_({trial.variant for trial in failed}))
-        ran = (TrialRow.status.in_(_RAN), TrialRow.variant_id.in_(same))
-        return [trial for trial in query.trials(connection, Reader(), *ran) if reach(trial) in reaches]
+    dangerous = TrialRow.status.in_(parse.DANGEROUS)
+    failed = [trial for trial in query.trials(connection, Reader(), dangerous) if trial.id in ids]
+    if not failed:
+        return set(), set()
+    scopes = {scope(trial) for trial in failed}
 
-    failed = [trial for trial in query.trials(connection, Reader(), TrialRow.status.in_(FAILED)) if trial.id in ids]
-    reaches = {reach(trial) for trial in failed}
-    here, there = load(connection) if failed else [], list[Trial]()
-    for layer in elsewhere if failed else ():
+    def ran(connection: Connection) -> list[Trial]:
+        """The trials within these scopes that ran."""
+        same = select(VariantRow.id).where(VariantRow.name.in_({trial.variant for trial in failed}))
+        where = (TrialRow.status.in_(parse.RAN), TrialRow.variant_id.in_(same))
+        return [trial for trial in query.trials(connection, Reader(), *where) if scope(trial) in scopes]
+
+    here, there = ran(connection), list[Trial]()
+    for layer in elsewhere:
         try:
             with layer.open() as other, other.reading() as reading:
-                there += [trial for trial in load(reading) if trial.status == "ok"]
+                there += [trial for trial in ran(reading) if trial.status == "ok"]
         except DatabaseError as error:
             warn_once(f"what failures hide in a database of the {layer.name} layer is not known: {error}")
-    good: dict[Any, datetime] = {}
+    last_good: dict[Any, datetime] = {}
     for trial in (*here, *there):
         if trial.status == "ok":
-            key = (reach(trial), trial.problem)
-            good[key] = max(trial.created_at, good.get(key, trial.created_at))
-    counting = [t for t in failed if t.created_at >= good.get((reach(t), t.problem), t.created_at)]
-    outside = {reach(trial) for trial in there}
-    gone = {reach(trial) for trial in counting} - outside
-    along = {t.id for t in here if t.id is not None and reach(t) in gone}
-    return along, {t.id for t in counting if t.id is not None and reach(t) in outside}
+            key = (scope(trial), trial.problem)
+            last_good[key] = max(trial.created_at, last_good.get(key, trial.created_at))
+    counting = [t for t in failed if t.created_at >= last_good.get((scope(t), t.problem), t.created_at)]
+    elsewhere_good = {scope(trial) for trial in there}
+    removed = {scope(trial) for trial in counting} - elsewhere_good
+    hidden = {t.id for t in here if t.id is not None and scope(t) in removed}
+    return hidden, {t.id for t in counting if t.id is not None and scope(t) in elsewhere_good}
 
 
 def _groups(connection: Connection) -> tuple[Mapping[str, Any], ...]:
@@ -540,7 +542,7 @@ class DatabaseStats:
     @property
     def num_tried(self) -> int:
         """Number of trials as `tune` counts them; `rows` counts every row."""
-        return sum(self.rows[f"trials_{status}"] for status in STATUSES if was_tried(status))
+        return sum(self.rows[f"trials_{status}"] for status in parse.STATUSES if was_tried(status))
 
 
 def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:

@@ -21,8 +21,10 @@ from tunedcomm.spec import Candidate, Numerics, Problem, parse_shape
 
 Status: TypeAlias = Literal["ok", "infeasible", "compile_error", "incorrect", "crashed", "hung", "pruned"]
 STATUSES: tuple[str, ...] = get_args(Status)
-# Statuses that say the candidate is dangerous, not just slow or impossible.
-FAILED: tuple[str, ...] = ("incorrect", "crashed", "hung")
+# Of a candidate that ran; of a dangerous one, not just slow or impossible; and of one that failed in any way.
+RAN: tuple[str, ...] = ("ok", "pruned")
+DANGEROUS: tuple[str, ...] = ("incorrect", "crashed", "hung")
+FAILURES: tuple[str, ...] = ("compile_error", *DANGEROUS)
 _NUMERICS: tuple[str, ...] = get_args(Numerics)
 
 
@@ -111,6 +113,11 @@ class Trial:
         return Candidate.of(self.problem.op, self.variant, self.config)
 
     @property
+    def library_us(self) -> float | None:
+        """The library's median in the trial's own run."""
+        return self.latency_p50_us if self.variant == "library" else self.baseline_p50_us
+
+    @property
     def stored_variant(self) -> StoredVariant:
         """The variant at the state of its source."""
         source_hash = current_hash(self.problem.op, self.variant, self.source_hash)
@@ -154,12 +161,11 @@ def fastest(trials: Iterable[Trial]) -> Trial | None:
         trials: `ok` ones.
     """
     ran = [trial for trial in trials if trial.latency_p50_us is not None]
-    known = all(trial.variant == "library" or trial.baseline_p50_us is not None for trial in ran)
+    known = all(trial.library_us is not None for trial in ran)
 
     def order(trial: Trial) -> tuple[float, str]:
         latency_us = trial.latency_p50_us or 0.0
-        library_us = latency_us if trial.variant == "library" else trial.baseline_p50_us
-        return latency_us / library_us if known and library_us else latency_us, str(trial.candidate)
+        return latency_us / trial.library_us if known and trial.library_us else latency_us, str(trial.candidate)
 
     return min(ran, key=order, default=None)
 
@@ -176,7 +182,6 @@ _AHEAD = timedelta(days=1)
 # bounds 0 or infinite.
 LEAST_US, MOST_US = 1e-6, 1e12
 _MAX_TEXT = 100_000
-_MAX_CONFIG = 10_000
 _SHAPE = re.compile("([0-9]{1,18}(x[0-9]{1,18}){0,15})?")  # extents of less than 63 bits
 
 
@@ -308,8 +313,6 @@ def _is_flat(config: object) -> bool:
 def parse_config(value: object) -> dict[str, Value]:
     """A stored config; whether it lies in its variant's space is for whoever knows the space."""
     text = text_of(value, "config")
-    if len(text) > _MAX_CONFIG:
-        raise ValueError(f"config is too long: {len(text)} characters")
     try:
         config: dict[str, Value] = json.loads(text, parse_constant=refuse_constant)
     except RecursionError:

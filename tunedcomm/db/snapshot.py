@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Select, delete, exists, false, func, or_, sel
 from tunedcomm.db import query
 from tunedcomm.db import records as parse
 from tunedcomm.db.query import BEST_OF_VARIANT, load_problems_by_id, load_variants, raw, table
-from tunedcomm.db.records import FAILED, Pin, Reader
+from tunedcomm.db.records import DANGEROUS, Pin, Reader
 from tunedcomm.db.schema import PinRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.selection.interpolate import problems_to_load
@@ -187,7 +187,7 @@ def _failed_trials(
     )
     failed = (
         TrialRow.environment_id.in_(list(environments)),
-        TrialRow.status.in_(FAILED),
+        TrialRow.status.in_(DANGEROUS),
         TrialRow.problem_id.in_(_of_world(world_size, like)),
         ~good_since,
     )
@@ -371,7 +371,7 @@ def needed_trials() -> Select[Any]:
     candidate = (TrialRow.problem_id, TrialRow.variant_id, TrialRow.config_digest)
     ran = select(*_VARIANT).where(_OK)
     searched = or_(variant.not_in(ran.where(_IS_FINAL)), problem.not_in(_finished(*_VARIANT[:2])))
-    failed = TrialRow.status.in_(FAILED)
+    failed = TrialRow.status.in_(DANGEROUS)
     last_first = (TrialRow.created_at.desc(), TrialRow.id.desc())
     kept = (
         _newest(_IS_FINAL),

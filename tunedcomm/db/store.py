@@ -14,7 +14,7 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, Engine, delete, fu
 
 from tunedcomm.db import engine, query
 from tunedcomm.db import records as parse
-from tunedcomm.db.records import Pin, Reader, Run, Status, StoredVariant, Trial, canonical_json, utc_now
+from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial, canonical_json, utc_now
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 from tunedcomm.hardware import Environment
@@ -243,28 +243,19 @@ class Database:
         *,
         op: str | None = None,
         problem: Problem | None = None,
-        environment: Environment | None = None,
         world_size: int | None = None,
-        status: Status | None = None,
-        final: bool | None = None,
         after_id: int | None = None,
     ) -> list[Trial]:
-        """Trials that match every given filter, oldest first; `environment` matches in every field.
+        """Trials that match every given filter, oldest first.
 
         With `after_id`, those of a higher id. A server gives ids out before rows can be seen: whoever follows what
         others add asks from some ids further back than the last one that was seen.
         """
-        if status is not None:
-            parse.check_one_of(status, parse.STATUSES, "status")
-        where = _equal((TrialRow.status, status), (TrialRow.final, final))
         digest = None if problem is None else problem.digest
-        if of := _equal((ProblemRow.op, op), (ProblemRow.world_size, world_size), (ProblemRow.digest, digest)):
+        of = _equal((ProblemRow.op, op), (ProblemRow.world_size, world_size), (ProblemRow.digest, digest))
+        where: list[ColumnElement[bool]] = [] if after_id is None else [TrialRow.id > after_id]
+        if of:
             where.append(TrialRow.problem_id.in_(select(ProblemRow.id).where(*of).correlate(None)))
-        if environment is not None:
-            same = select(EnvironmentRow.id).where(EnvironmentRow.digest == environment.digest)
-            where.append(TrialRow.environment_id.in_(same.correlate(None)))
-        if after_id is not None:
-            where.append(TrialRow.id > after_id)
         return self.ask(lambda connection, reader: query.trials(connection, reader, *where))
 
     def environments(self, *, op: str | None = None, world_size: int | None = None) -> list[Environment]:
@@ -295,10 +286,9 @@ class Database:
 
         return self.ask(ask)
 
-    def problems(self, *, op: str | None = None) -> list[Problem]:
+    def problems(self) -> list[Problem]:
         """Every problem, sorted."""
-        where = _equal((ProblemRow.op, op))
-        return sorted(self.ask(lambda connection, reader: query.load_problems(connection, reader, *where)).values())
+        return sorted(self.ask(query.load_problems).values())
 
     def runs(self) -> list[Run]:
         """Every run, oldest first."""

@@ -1,7 +1,7 @@
 """Moving databases: export to one new file, import of files that somebody sent, merge of a cluster's databases.
 
 Nothing is lost and nothing is there twice: trials are only added, each once. Rows of different environments are never
-compared; which row of a candidate counts is decided when a snapshot is read. All that is brought is added in one
+compared; which row of a candidate counts is decided when a snapshot is read. All sources are added in one
 transaction, or nothing is.
 
 An exported SQLite file is self-contained and is what dispatch reads. JSON lines are for people, `diff` and other
@@ -29,7 +29,7 @@ from tunedcomm.db.copying import Absorbed, absorb
 from tunedcomm.db.diff import Comparison, StoredCatalog, compare
 from tunedcomm.db.engine import connected, create_file, ensure_schema, leftovers, parse_target, prepare_file
 from tunedcomm.db.jsonl import lines
-from tunedcomm.db.layers import place
+from tunedcomm.db.layers import identity_of
 from tunedcomm.db.manifest import make_manifest, manifest_path, verify_manifest
 from tunedcomm.db.nccl_csv import nccl_csv
 from tunedcomm.db.query import table
@@ -79,7 +79,7 @@ def import_databases(sources: Sequence[str | Path], into: str | Path) -> Transfe
         DatabaseVersionError: a source or the database is of a later schema than this tunedcomm.
         DatabaseError: anything else that is wrong with a database. Nothing was added then.
     """
-    return _bring(sources, into, is_compared=False)
+    return _add_all(sources, into, is_compared=False)
 
 
 def merge_databases(sources: Sequence[str | Path], into: str | Path) -> Transfer:
@@ -92,14 +92,15 @@ def merge_databases(sources: Sequence[str | Path], into: str | Path) -> Transfer
     Raises:
         DatabaseError: as of `import_databases`.
     """
-    return _bring(_without_directories(sources, into), into, is_compared=True)
+    return _add_all(_without_directories(sources, into), into, is_compared=True)
 
 
-def _bring(sources: Sequence[str | Path], into: str | Path, *, is_compared: bool) -> Transfer:
+def _add_all(sources: Sequence[str | Path], into: str | Path, *, is_compared: bool) -> Transfer:
+    """Add all sources in one transaction; if `is_compared`, with what the database answers before and after."""
     if not sources:
-        raise ValueError("nothing to bring: give at least one source")
+        raise ValueError("nothing to add: give at least one source")
     target = parse_target(into)
-    if place(into) in map(place, sources):
+    if identity_of(into) in map(identity_of, sources):
         raise DatabaseAccessError(f"{target} is both source and target; name another database as one of them")
     paths = {str(source): parse_target(source).path for source in sources}
     verified = tuple(name for name, path in paths.items() if path is not None and verify_manifest(path))
@@ -137,7 +138,7 @@ def _without_directories(sources: Iterable[str | Path], into: str | Path) -> lis
         if path is None or not path.is_dir():
             found.append(source)
             continue
-        inside = [file for file in sorted(path.glob("*.db")) if place(file) != place(into)]
+        inside = [file for file in sorted(path.glob("*.db")) if identity_of(file) != identity_of(into)]
         if not inside:
             raise DatabaseAccessError(f"directory {path} holds no *.db file to merge; name another directory, or files")
         found += inside
@@ -283,7 +284,7 @@ def path_setting(path: Path) -> str:
 
 def _check_out(path: Path, sources: Sequence[str | Path], *, force: bool) -> None:
     """Refuse to replace what an export must not replace, and make the directory of a new file."""
-    if place(path) in map(place, sources):
+    if identity_of(path) in map(identity_of, sources):
         raise DatabaseAccessError(f"{path} is one of the sources and would lose trials; give another path to write to")
     for there in (path, manifest_path(path)):
         if os.path.lexists(there) and not force:

@@ -99,7 +99,7 @@ def in_order(problems: Sequence[Problem], budget_s: float) -> list[Problem]:
 class ShortSearch(Coordinator):
     """A coordinator of one gang that searches problem after problem, each with its finals at its end, see `plan`."""
 
-    _make_search = LocalSearch
+    _search_class = LocalSearch
     _search_share = 0.95
 
     def plan(self, guesses: Mapping[Problem, Sequence[Candidate]], *, plugins: bool = False) -> None:
@@ -173,11 +173,11 @@ class ShortSearch(Coordinator):
         is_large = self._settings.backend == "host" and problem.nbytes > _FULL_CHECK_BYTES
         return replace(command, full_check=command.full_check and not is_large)
 
-    def _begin(self, gang: int, problem: Problem, *, final: bool) -> Command | None:
+    def _next_at(self, gang: int, problem: Problem, *, final: bool) -> Command | None:
         if not final and (problem, False) not in self._searches and self._cost_s(problem) > self.seconds_left:
             self.searched[problem] = None  # it is left as it was
             return None
-        return super()._begin(gang, problem, final=final)
+        return super()._next_at(gang, problem, final=final)
 
     def learn(self, gang: int, result: TrialResult) -> Trial | None:
         """Take in how a trial ended, and what the first one of a problem took."""

@@ -1,4 +1,4 @@
-"""Do the stored winners still win? Times them again beside the library, and says what has drifted."""
+"""Times the stored winners again beside the library, and names those that have drifted."""
 
 from __future__ import annotations
 
@@ -194,11 +194,11 @@ def judge(winner: Winner, records: Sequence[Trial], *, tolerance: float) -> Veri
         return Verified(winner=winner, verdict="unmeasured", why=_why_unmeasured(winner, records))
     if mine.status != "ok" or mine.latency_p50_us is None:
         return Verified(winner=winner, verdict="failed", why=f"{mine.status}: {mine.reason}")
-    library_us = mine.latency_p50_us if winner.row.is_library else mine.baseline_p50_us
+    library_us = mine.library_us
     if library_us is None:
         why = "the library, which it is compared with, could not be measured beside it"
         return Verified(winner=winner, verdict="unmeasured", why=why, latency_us=mine.latency_p50_us)
-    now = _row(mine)
+    now = row_of(mine)
     verdict, why = _compare(winner, now, library_us, tolerance)
     return Verified(
         winner=winner,
@@ -257,18 +257,19 @@ def _faster(winner: Winner, records: Iterable[Trial], mine: Row, library_us: flo
         may_run = all(admits(policy, record.numerics) for policy in winner.policies)
         is_other = record.candidate != winner.candidate and record.variant != "library"
         if may_run and is_other and record.status == "ok" and record.latency_p50_us and record.baseline_p50_us:
-            row = _row(record)
+            row = row_of(record)
             score = row.latency_p50_us / record.baseline_p50_us * library_us
             if max(score, row.latency_p50_us) * (1 + max(uncertainty(row), uncertainty(mine))) < mine.latency_p50_us:
                 found.append(Scored(row, score, noise(row)))
     return min(found, key=lambda scored: scored.score, default=None)
 
 
-def _row(record: Trial) -> Row:
+def row_of(record: Trial) -> Row:
+    """The row that a snapshot holds of an ok trial."""
     assert record.latency_p50_us is not None
     names = "problem candidate source_hash environment latency_p50_us latency_p10_us latency_p90_us samples".split()
     names += ["baseline_p50_us", "final"]
-    return Row(**{name: getattr(record, name) for name in names})
+    return Row(**{name: getattr(record, name) for name in names}, created_at=record.created_at.isoformat())
 
 
 class Recheck(Coordinator):
@@ -279,13 +280,13 @@ class Recheck(Coordinator):
     """
 
     def measure(
-        self, candidates: Mapping[Problem, Sequence[Candidate]], must: Collection[tuple[Problem, Candidate]]
+        self, candidates: Mapping[Problem, Sequence[Candidate]], exempt: Collection[tuple[Problem, Candidate]]
     ) -> None:
         """Set the candidates of each problem besides the library, before the first command is asked for.
 
-        `must` are tried even if they took a gang along at another size.
+        `exempt` are tried even if they took a gang along at another size.
         """
-        self._families, self._knowledge.must = families(candidates), frozenset(must)
+        self._families, self._knowledge.exempt = families(candidates), frozenset(exempt)
         self.searched = dict.fromkeys(candidates)
         for problem, wanted in candidates.items():
             self._measure(problem, wanted)
@@ -399,7 +400,7 @@ def verify(
         running.compile_ahead(known, chosen, chosen)
         recheck.measure(chosen, {(problem, w.candidate) for problem, ws in winners.items() for w in ws})
 
-    recheck = Recheck((), settings, source_hash=hash_if_known, begin=begin)
+    recheck = Recheck((), settings, source_hash=hash_if_known, on_known=begin)
     running = Running(settings, recheck, database, progress)
     with running:
         running.run()

@@ -62,9 +62,11 @@ def send_kill(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Why a gang is given up, in a sentence.
+    """The reason to give a gang up.
 
-    `killed`: by SIGKILL, which nothing that a candidate does raises: by a person, or the kernel when memory ran out.
+    Attributes:
+        status, reason: of the candidate that is blamed for it.
+        killed: by SIGKILL, which nothing that a candidate does raises: by a person, or the kernel when memory ran out.
     """
 
     status: Literal["crashed", "hung"]
@@ -226,7 +228,7 @@ class GangProcess:
     # Watching
 
     def loss(self) -> Loss | None:
-        """Why to give it up: it is dead, or silent for longer than it may be.
+        """The reason to give it up, or None: it is dead, or silent for longer than it may be.
 
         Ask again after `read` before acting on it: its last events may say otherwise, or why.
         """

@@ -139,11 +139,6 @@ class TrialResult:
     bind_s: float = 0.0
     compiled: int = 0
 
-    @property
-    def latency_us(self) -> float | None:
-        """The median, if it ran."""
-        return self.latency.p50_us if self.latency is not None else None
-
 
 def rounds_after_look(command: Command, look_us: float, settings: Settings) -> int:
     """Timed rounds that a candidate gets after a first look of `look_us`; none if it is left at that look."""

@@ -1,4 +1,4 @@
-"""Is a candidate right? Asked before it is timed: wrong and fast is the usual failure.
+"""Checks the results of a candidate before it is timed: wrong and fast is the usual failure.
 
 Two depths, because a check costs more than a measurement:
 
@@ -237,7 +237,7 @@ def judge(op: OpSpec, problem: Problem, case: Case, outputs: Tensors, *, ordered
 
 
 def are_kept(case: Case, inputs: Tensors) -> bool:
-    """Are these still the case's inputs, bit for bit, after launches that read them."""
+    """True if these are still the case's inputs, bit for bit, after launches that read them."""
     return all(map(_same_bits, inputs, case.inputs))
 
 

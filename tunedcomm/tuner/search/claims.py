@@ -1,4 +1,4 @@
-"""Claims: which supervisor runs which candidate now, in one table of the tuned database.
+"""Claims of supervisors on the candidates that they run now, in one table of the tuned database.
 
 A supervisor inserts a claim before it runs a candidate, and deletes it with the transaction that stores the trial. So
 whoever gets a claim and then finds no stored trial is the only one that runs the candidate. A claim has expired when

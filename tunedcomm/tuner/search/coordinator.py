@@ -22,14 +22,7 @@ from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.tuner.gang.protocol import FAILED, LOST, TOO_LARGE, Command, Settings, TrialResult
 from tunedcomm.tuner.search.claims import Claim, Claims
 from tunedcomm.tuner.search.knowledge import Knowledge, is_library
-from tunedcomm.tuner.search.study import (
-    Search,
-    default_candidates,
-    families,
-    infeasible_variants,
-    search_space,
-    stray_defaults,
-)
+from tunedcomm.tuner.search.study import Search, default_candidates, families, infeasible_variants, search_space
 
 # Proposals taken from each neighbour.
 _PROPOSALS = 3
@@ -54,7 +47,7 @@ class Coordinator:
         stored: trials that were known before, oldest first, in any environment.
         run_id: of the trials.
         claims: shared with other supervisors; None if there are none.
-        begin: called when it is known where gangs run, before the first is told what to do.
+        on_known: called when it is known where gangs run, before the first is told what to do.
         clock, seconds_left: seconds, and how many the budget has left; None is no bound.
 
     Attributes:
@@ -75,13 +68,13 @@ class Coordinator:
         claims: Claims | None = None,
         seconds_left: float | None = None,
         run_id: int | None = None,
-        begin: Callable[[Knowledge], None] = lambda known: None,
+        on_known: Callable[[Knowledge], None] = lambda known: None,
     ) -> None:
         self.run_id = run_id
         self.knowledge: Knowledge | None = None
         self.searched: dict[Problem, None] = {}
         self.unstored: list[tuple[Trial, Claim | None]] = []
-        self._settings, self._source_hash, self._begin_work = settings, source_hash, begin
+        self._settings, self._source_hash, self._on_known = settings, source_hash, on_known
         self._stored = tuple(stored)
         self._clock, self.claims = clock, claims
         self._budget_s = math.inf if seconds_left is None else seconds_left
@@ -119,7 +112,7 @@ class Coordinator:
                 retry=self._settings.retry,
                 stored=self._stored,
             )
-            self._begin_work(self.knowledge)
+            self._on_known(self.knowledge)
         elif environment != (first := self.knowledge.environment):
             differences = first.differences(environment).values() or first.drift(environment)
             raise TuningError(
@@ -141,7 +134,7 @@ class Coordinator:
         while num_over != len(self.searched):
             num_over = len(self.searched)
             for problem, final in self._places(gang):
-                if (command := self._begin(gang, problem, final=final)) is not None:
+                if (command := self._next_at(gang, problem, final=final)) is not None:
                     return command
                 if len(self.searched) != num_over:
                     break
@@ -277,12 +270,12 @@ class Coordinator:
                 yield problem, False
         yield from ((problem, False) for problem in sorted(crowded, key=lambda p: -(self.planned(p) or 0)))
 
-    def _begin(self, gang: int, problem: Problem, *, final: bool) -> Command | None:
+    def _next_at(self, gang: int, problem: Problem, *, final: bool) -> Command | None:
         """Have a gang run the next candidate of a problem's search or finals; None if there is none for now."""
         if final and not self._num_left(problem, final=True):
             return None
         if (problem, final) not in self._searches:
-            self._searches[problem, final] = self._open(gang, problem)
+            self._searches[problem, final] = self._new_search(gang, problem)
         if not final and self._at.get(gang) != (problem, False):
             self._grant_time(problem)
         commands = [*self._running.values(), *self._again.values()]
@@ -308,19 +301,20 @@ class Coordinator:
         # The library is asked for first and whatever the clock says: no problem is left without it.
         return None if candidate is None or (is_late and not is_library(candidate)) else candidate
 
-    def _open(self, gang: int, problem: Problem) -> Search:
-        """Begin a problem's search."""
+    def _new_search(self, gang: int, problem: Problem) -> Search:
+        """The search of a problem, which is about to begin."""
         self._note_infeasible(gang, problem)
-        knowledge, limits, library = self._knowledge, self._knowledge.limits, self._library(problem)
-        found = self._space(problem)
-        for text in stray_defaults(problem, limits, {candidate.variant for candidate in found}):
-            warn_once(text)
+        knowledge, library = self._knowledge, self._library(problem)
         # What took a gang along at this size is settled, at another size it is left alone.
         known = knowledge.settled(problem)
-        feasible = [c for c in found if c in known or c == library or not knowledge.quarantined(problem, c)]
-        return self._make_search(problem, feasible, self._settings, [library, *self._seeds(problem)])
+        allowed = [
+            candidate
+            for candidate in self._space(problem)
+            if candidate in known or candidate == library or not knowledge.quarantined(problem, candidate)
+        ]
+        return self._search_class(problem, allowed, self._settings, [library, *self._seeds(problem)])
 
-    _make_search: Callable[..., Search] = Search
+    _search_class: Callable[..., Search] = Search
     _search_share = _SEARCH_SHARE
 
     def _space(self, problem: Problem) -> list[Candidate]:

@@ -61,8 +61,8 @@ class Knowledge:
         self._proposals: dict[Problem, list[Trial]] = {}
         self._tried: set[tuple[Problem, Candidate]] = set()
         self._quarantine: set[tuple[Problem, Candidate]] = set()
-        # Measured in the finals even if they took a gang along at another size.
-        self.must: frozenset[tuple[Problem, Candidate]] = frozenset()
+        # From quarantine: measured in the finals even if they took a gang along at another size.
+        self.exempt: frozenset[tuple[Problem, Candidate]] = frozenset()
         for trial in stored:
             if self.counts(trial):
                 self._enter(trial)
@@ -81,12 +81,12 @@ class Knowledge:
 
     def _enter(self, trial: Trial) -> None:
         problem, candidate = trial.problem, trial.candidate
-        if trial.status in LOST and not self._is_again(trial) and not is_library(candidate):
+        if trial.status in LOST and not self._is_retried(trial) and not is_library(candidate):
             self._quarantine.add((problem.family, candidate))
         table = self._finals if trial.final else self._results
         table.setdefault(problem, {})[candidate] = trial
 
-    def _is_again(self, trial: Trial) -> bool:
+    def _is_retried(self, trial: Trial) -> bool:
         """True if the candidate, which failed before the sweep, is tried again; the library always is."""
         may = self._retry or is_library(trial.candidate)
         return may and trial.status in FAILED and (trial.problem, trial.candidate) not in self._tried
@@ -108,14 +108,14 @@ class Knowledge:
         """
         results = self._results.get(problem, {})
         if not final:
-            known = {candidate: trial for candidate, trial in results.items() if not self._is_again(trial)}
+            known = {candidate: trial for candidate, trial in results.items() if not self._is_retried(trial)}
         else:
             known = {candidate: trial for candidate, trial in results.items() if trial.status in FAILED}
             known.update(self._finals.get(problem, {}))
         settled = {c: trial.latency_p50_us if trial.status not in FAILED else None for c, trial in known.items()}
         if final:
             lost = {candidate for family, candidate in self._quarantine if family == problem.family}
-            settled.update((c, None) for c in lost if c not in settled and (problem, c) not in self.must)
+            settled.update((c, None) for c in lost if c not in settled and (problem, c) not in self.exempt)
         return settled
 
     def quarantined(self, problem: Problem, candidate: Candidate) -> bool:

@@ -1,8 +1,7 @@
-"""Which candidate of a problem to try next: seeds, then everything where the space is small, else Optuna's TPE."""
+"""Chooses the next candidate of a problem: seeds, then everything where the space is small, else by Optuna's TPE."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -20,7 +19,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy import make_url
 
-from tunedcomm.db.engine import data_directory
+from tunedcomm.db.engine import data_directory, warn_once
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import ConfigError
@@ -45,22 +44,15 @@ def families(problems: Iterable[Problem]) -> list[list[Problem]]:
 
 
 def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
-    """The library, then every other variant's default config; not of those whose `default` raises."""
+    """The library, then every other variant's default config; a warning for each that is not in its space."""
     found = []
     for variant in variants(problem.op).values():
-        with contextlib.suppress(ConfigError):  # stray_defaults says it
-            found.append(Candidate.of(problem.op, variant.name, variant.default_config(problem, limits)))
+        try:
+            config = variant.space.validate(variant.default_config(problem, limits))
+            found.append(Candidate.of(problem.op, variant.name, config))
+        except ConfigError as error:
+            warn_once(f"the default config of {variant.op}.{variant.name} is not tried: {error}")
     return found
-
-
-def stray_defaults(problem: Problem, limits: Limits, wanted: Collection[str]) -> Iterator[str]:
-    """A sentence for each of these variants whose default config is no point of its space, so that it is not tried."""
-    for variant in variants(problem.op).values():
-        if variant.name in wanted:
-            try:
-                variant.space.validate(variant.default_config(problem, limits))
-            except ConfigError as error:
-                yield f"the default config of {variant.op}.{variant.name} is not in its space and is not tried: {error}"
 
 
 def search_space(problem: Problem, limits: Limits, settings: Settings) -> list[Candidate]:

@@ -21,7 +21,7 @@ from itertools import product
 from typing import Any, Literal
 
 from tunedcomm import kernels
-from tunedcomm.db.records import Trial, canonical_json, fastest, was_tried
+from tunedcomm.db.records import FAILURES, RAN, Trial, canonical_json, fastest, was_tried
 from tunedcomm.db.snapshot import build_snapshot, fetch
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
@@ -364,7 +364,7 @@ class SweepOutcome:
         compiled_ahead: binaries handed to the compile pool.
         compile_share: the part of `bind_share` in which a rank waited for the compiler.
         num_skipped: candidates that failed in an earlier sweep, and were not tried again.
-        fates: what became of each variant that was asked for; of all if none was.
+        variants: a summary of each variant that was asked for; of all if none was.
     """
 
     run_id: int
@@ -377,7 +377,7 @@ class SweepOutcome:
     compiled_ahead: int
     compile_share: float | None = None
     num_skipped: int = 0
-    fates: tuple[VariantSummary, ...] = ()
+    variants: tuple[VariantSummary, ...] = ()
 
     @property
     def unsolved(self) -> tuple[Problem, ...]:
@@ -406,7 +406,7 @@ def summarise_problem(problem: Problem, records: Iterable[Trial], chosen: Candid
         library_us=library_us,
         num_trials=len(tried),
         failures=dict(failures),
-        library_failure=library[-1] if library and library[-1].status in _BROKEN else None,
+        library_failure=library[-1] if library and library[-1].status in FAILURES else None,
     )
 
 
@@ -468,10 +468,6 @@ class SweepCounters:
         return trials * (now - self._first_s) / self.trials
 
 
-_RAN = frozenset({"ok", "pruned"})
-_BROKEN = FAILED - {"infeasible"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantSummary:
     """One variant's candidates over all problems of a sweep, trials of earlier sweeps counted.
@@ -509,8 +505,8 @@ def summarise_variants(records: Iterable[Trial]) -> tuple[VariantSummary, ...]:
         by_variant.setdefault(record.variant, []).append(record)
     found = []
     for variant, mine in sorted(by_variant.items()):
-        failures = Counter[str](record.status for record in mine if record.status in _BROKEN)
-        num_ran = sum(record.status in _RAN for record in mine)
+        failures = Counter[str](record.status for record in mine if record.status in FAILURES)
+        num_ran = sum(record.status in RAN for record in mine)
         reasons = [record.reason for record in mine if record.status == "infeasible"]
         found.append(
             VariantSummary(
@@ -569,7 +565,7 @@ class Running:
         self._settings, self._coordinator = settings, coordinator
         self._database, self._mirror = database, mirror
         self._report = progress
-        self._supervisor = Supervisor(
+        self.supervisor = Supervisor(
             coordinator,
             settings,
             gang_devices(settings),
@@ -600,7 +596,7 @@ class Running:
 
     def run(self) -> str:
         """Run gangs to the end; returns why it ended, `done` or `budget`."""
-        reason = self._supervisor.run()
+        reason = self.supervisor.run()
         self._flush()
         self._tell()
         return reason
@@ -614,11 +610,6 @@ class Running:
             self._ahead = compile_ahead(self._pool, problems, self._settings, known.limits, capability, chosen)
 
     @property
-    def start_s(self) -> float:
-        """Seconds that gangs took until they were ready, in all."""
-        return self._supervisor.start_s
-
-    @property
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._begin_s
 
@@ -628,7 +619,7 @@ class Running:
         """Do everything that gangs do not wait for."""
         self._flush()
         self.num_ahead += next(self._ahead, 0)  # a problem at a time: listing its binaries takes a while
-        up = sum(state.step not in ("starting", "ending") for state in self._supervisor.states())
+        up = sum(state.step not in ("starting", "ending") for state in self.supervisor.states())
         self.counters.pass_time(self._elapsed_s, up)
         if self._elapsed_s - self._told_s >= _PROGRESS_S:
             self._tell()
@@ -667,8 +658,8 @@ class Running:
             trials=counters.trials,
             trials_planned=num_planned,
             failures=dict(counters.failures),
-            gangs=tuple(self._with_latencies(gang) for gang in self._supervisor.states()),
-            num_gangs=self._supervisor.num_gangs,
+            gangs=tuple(self._with_latencies(gang) for gang in self.supervisor.states()),
+            num_gangs=self.supervisor.num_gangs,
             elapsed_s=elapsed_s,
             seconds_left=min(bounds, default=None),
             num_compiled=counters.num_compiled,
@@ -765,7 +756,7 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
         stored=stored,
         seconds_left=spec.budget_s,
         run_id=run_id,
-        begin=begin,
+        on_known=begin,
     )
 
     with closing(StudyMirror(journal_path(database))) as mirror:
@@ -787,11 +778,11 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
                 reason=reason,
                 progress=running.progress(),
                 dropped=tuple(sorted(coordinator.dropped)),
-                start_s=running.start_s,
+                start_s=running.supervisor.start_s,
                 compiled_ahead=running.num_ahead,
                 compile_share=running.counters.compile_share,
                 num_skipped=0 if spec.retry else sum(f.num_failed for f in before if f.variant != "library"),
-                fates=summarise_variants(t for found in trials.values() for t in found if t.variant in asked),
+                variants=summarise_variants(t for found in trials.values() for t in found if t.variant in asked),
             )
 
 
