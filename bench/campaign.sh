@@ -4,7 +4,7 @@
 #   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
 #
 # Stages: tune_OP bench_OP stress_OP with OP any op; bodies_OP models_OP half_OP with OP one of ag_gemm, gemm_rs,
-# gemm_ar; hot_path large norms bodies bench_all intercept llama; stress (of all collectives), replays (of graphs of
+# gemm_ar; hot_path large norms bodies bench_all llama; stress (of all collectives), replays (of graphs of
 # them), concurrent (grids of at most 16 blocks, under MPS: N=1 PER_GPU=2). N is the number of GPUs (4).
 # With PER_GPU=2 two ranks share each, which shows whether N*2 ranks are right where fewer GPUs are at hand, and no times
 # worth keeping. A stage that fails or runs over its time is said and the next one begins. NVLink multicast stays off:
@@ -131,7 +131,6 @@ for stage in "$@"; do
     bodies) bodies_of_all ;;
     stress) stress stress 300 ;;
     replays) stress replays 200 --graph ;;
-    intercept) ranks 120 intercept bench/intercept_cost.py --csv "$DIR/intercept.csv" ;;
     llama) ranks 300 llama bench/llama_tp.py --csv "$DIR/llama.csv" ;;
     hot_path | large | norms | concurrent) $stage ;;
     *) say "no such stage: $stage"; exit 2 ;;

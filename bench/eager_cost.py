@@ -1,15 +1,17 @@
-"""Host cost of one eager call, µs: tunedcomm against PyTorch's operator and NCCL, in one process.
+"""Host cost of one eager call, µs: tunedcomm against PyTorch's operator and NCCL, and what interception adds.
 
     torchrun --nproc-per-node 4 bench/eager_cost.py --csv bench/results/eager_cost.csv
 
 The time is that of the Python thread from call to return, with the device ahead of it (it needs less time a call),
-median over blocks of calls, the contenders' blocks in turn. Columns as in the other files of bench/results; `latency`
-here is host time.
+percentiles over blocks of calls, the contenders' blocks in turn. Columns as in the other files of bench/results;
+`latency` here is host time. Calls that `tunedcomm.intercept` passes on, or does not handle, are timed outside of it and
+inside (`,intercepted`); their tenth percentiles tell best what it adds, for the host's other work is in none of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -19,10 +21,22 @@ from rows import arguments
 
 import tunedcomm
 from tunedcomm.bench.runner import start_group
-from tunedcomm.ops import call as call_module
 from tunedcomm.tuner.measure.timing import summarise
 
 WARM_UP = 5  # blocks
+Call = Callable[[], object]
+
+
+def not_served(device: torch.device) -> dict[str, Call]:
+    """Calls that interception passes on to PyTorch, and calls that it does not handle."""
+    other, numbers = dist.new_group(), torch.ones(1024, dtype=torch.int64, device=device)
+    x, weight = torch.ones(64, 1024, device=device), torch.ones(1024, 1024, device=device)
+    return {
+        "matmul": lambda: x @ weight,
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "all_reduce passed on": lambda: dist.all_reduce(numbers, op=dist.ReduceOp.MAX),
+        "all_reduce of another group": lambda: dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=other),
+    }
 
 
 def main() -> None:
@@ -44,20 +58,24 @@ def main() -> None:
         raise SystemExit(f"{plan.decision.candidate} is no kernel: run tunedcomm tune --mode eager first")
     stream = torch.cuda.current_stream().cuda_stream
     addresses = x.data_ptr(), out.data_ptr()
-    contenders: dict[str, tuple[str, Callable[[], object]]] = {
+    contenders: dict[str, tuple[str, Call]] = {
         "tuned": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x)),
         "tuned_out": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x, out=out)),
         "launch": (str(plan.decision.candidate), lambda: plan.launch.by_address(stream, *addresses)),
         "torch_one_shot": ("symmetric input", lambda: torch.ops.symm_mem.one_shot_all_reduce(held, "sum", name)),
         "library": ("in place", lambda: dist.all_reduce(x)),
-        "allocation": ("of the output alone", lambda: call_module.empty((numel,), (1,), torch.bfloat16)),
-        "is_capturing": ("asked on streams other than the default one", call_module.is_capturing),
     }
+    within: dict[str, Callable[[], AbstractContextManager[object]]] = dict.fromkeys(contenders, nullcontext)
+    for what, call in not_served(device).items():
+        for contender, block in ((what, nullcontext), (f"{what},intercepted", tunedcomm.intercept)):
+            contenders[contender], within[contender] = ("", call), block
     times: dict[str, list[float]] = {contender: [] for contender in contenders}
-    for block in range(args.blocks + WARM_UP):
+    for block_number in range(args.blocks + WARM_UP):
         for contender, (_, call) in contenders.items():  # in turn: the host's clock and its neighbours change with time
-            spent = block_us(call, args.calls, device, to_end=False)
-            if block >= WARM_UP:
+            with within[contender]():
+                call()  # an intercepted group chooses at its first call
+                spent = block_us(call, args.calls, device, to_end=False)
+            if block_number >= WARM_UP:
                 times[contender].append(spent)
     configs = {contender: config for contender, (config, _) in contenders.items()}
     # What the library's own Python adds to the launch: of calls that allocate nothing, block by block.

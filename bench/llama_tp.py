@@ -1,19 +1,15 @@
 """Layers of Llama 3 70B on 4 GPUs: PyTorch's tensor parallelism as it is, and with tunedcomm in and under it.
 
-    torchrun --nproc-per-node 4 bench/llama_tp.py --csv bench/results/model/llama_tp_h200.csv --check
+    torchrun --nproc-per-node 4 bench/llama_tp.py --csv bench/results/model/llama_tp_h200.csv
     torchrun --nproc-per-node 2 bench/llama_tp.py --tiny        # the same code on CPUs, with toy sizes
-    python bench/llama_tp.py --report bench/results/model/llama_tp_h200.csv --check
 
 The model has random weights and the real shapes, and PyTorch's own plans (`bench/llama_model.py`). Workloads: `prefill`
 of a sequence and `train`, a forward and a backward of it, with sequence parallelism; `decode_N`, a token of each of N
 sequences with key and value caches, with plain tensor parallelism. Forward steps are replayed CUDA graphs; `train` is
 called. `--tokens` are those of prefill and train, `--context` that of decode. Configurations: `library_eager`,
 `library_compiled` and `async_tp_compiled` are PyTorch's own; `intercept_eager`, `intercept_compiled` and
-`fusion_compiled` are tunedcomm's. `--only` and `--workload` take names separated by commas. All have the same weights
-and are measured in turns, `--rounds` of each. `--backend` is torch.compile's (inductor; tiny: aot_eager), `--fuse` the
-fusion pass's `when` (pays; tiny: always). A configuration that cannot run here is a row with the reason; one that fails
-ends the run. With `--check` a missed bar ends it with code 1. `--report CSV` shows and checks what a file holds and
-measures nothing; of several runs each workload's last one counts.
+`fusion_compiled` are tunedcomm's. `--only` and `--workload` choose some. All have the same weights and are measured in
+turns, `--rounds` of each. A configuration that cannot run here is a row with the reason; one that fails ends the run.
 
 A row is a configuration of a workload: percentiles over rounds, of the slowest rank, of a step's time in µs, and its
 results' distance from those of `library_eager` (‖out − ref‖ / ‖ref‖, of the worst tensor on the worst rank).
@@ -23,18 +19,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import gc
-import importlib
-import importlib.util
 import math
 import os
-import secrets
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -55,16 +46,18 @@ set_environment(tiny="--tiny" in sys.argv)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.distributed._symmetric_memory as symm_mem  # noqa: E402
 from llama_model import LLAMA_70B, TINY, Plan, build, seeded  # noqa: E402
-from ranks import block_us, everyones, slowest  # noqa: E402
-from rows import Row, append, arguments, of_run  # noqa: E402
+from ranks import block_us, everyones, slowest, times_in_turn  # noqa: E402
+from rows import Row, arguments, of_run  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 import tunedcomm  # noqa: E402
-from tunedcomm.bench.runner import Ranks, start_group  # noqa: E402
+from tunedcomm.bench.csv import append_rows  # noqa: E402
+from tunedcomm.bench.runner import start_group  # noqa: E402
 from tunedcomm.tuner.gang.protocol import Latency  # noqa: E402
 from tunedcomm.tuner.measure import timing  # noqa: E402
 
@@ -73,82 +66,13 @@ COLUMNS = (
     "latency_p90_us,us_per_layer,tokens_per_s,error,bit_equal,num_served,num_passed_on,served_by,collectives,reason,"
     "gpu,fabric,torch,triton,nccl,driver,tunedcomm,command,run_id,date"
 ).split(",")
-PYTORCH = ("library_eager", "library_compiled", "async_tp_compiled")
-# Ours, and the same model without us.
-RIVALS = {
-    "intercept_eager": "library_eager",
-    "intercept_compiled": "library_compiled",
-    "fusion_compiled": "library_compiled",
-}
-# Least time of the best of PyTorch's own over the best of ours.
-BARS = {"prefill": 1.10, "decode_1": 1.2, "decode_8": 1.2, "decode_64": 1.2, "train": 1.0}
-NOISE = 0.01  # by how much medians of the same thing differ
-
-WORKLOADS = ("prefill", "decode", "decode_1", "decode_8", "decode_64", "train")
+WORKLOADS = ("prefill", "decode_1", "decode_8", "decode_64", "train")
 # Largest ‖out − ref‖ / ‖ref‖ that another order of summation may cost, through all layers and back.
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 _WARM_UP = 3  # steps, on GPUs
-_FUSION = "tunedcomm.integrations.fusion"
 _NAMESPACES = ("_c10d_functional", "symm_mem", "tunedcomm")
 # A laptop's databases hold nothing, and dispatch would run the library.
 _FORCED_WHEN_TINY = {"all_reduce": "lamport", "all_gather": "lamport", "reduce_scatter": "lamport"}
-
-
-class Verdict(NamedTuple):
-    """A bar, and if it is cleared."""
-
-    passed: bool
-    text: str
-
-    def __str__(self) -> str:
-        return f"{'cleared' if self.passed else 'MISSED '}  {self.text}"
-
-
-def line(row: Row) -> str:
-    """A row for the terminal."""
-    head = f"{row['workload']:10} {row['configuration']:19}"
-    if row["status"] not in ("ok", "wrong"):
-        return f"{head} {row['status']}: {row['reason']}"
-    text = f"{head} {float(row['us_per_layer']):10.2f} us a layer  {float(row['tokens_per_s']):12.1f} tokens/s"
-    text += f"  {row['mode']:5}  error {float(row['error']):.1e}"
-    for what in ("served_by", "collectives", "reason"):
-        text += f"  [{row[what]}]" if row[what] else ""
-    return text
-
-
-def last_runs(rows: Sequence[Row]) -> list[Row]:
-    """Of each workload the rows of the last run that has it."""
-    last = {row["workload"]: row["run_id"] for row in rows}
-    return [row for row in rows if row["run_id"] == last[row["workload"]]]
-
-
-def verdicts(rows: Sequence[Row], wanted: Collection[str] = tuple(BARS)) -> list[Verdict]:
-    """Every bar of the workloads that are wanted; one without figures is missed."""
-    found = []
-    for workload in wanted:
-        here = [row for row in rows if row["workload"] == workload]
-        times = {row["configuration"]: float(row["latency_p50_us"]) for row in here if row["status"] == "ok"}
-        theirs = {name: times[name] for name in PYTORCH if name in times}
-        ours = {name: times[name] for name in RIVALS if name in times}
-        if theirs and ours:
-            best, peer = min(ours, key=ours.__getitem__), min(theirs, key=theirs.__getitem__)
-            ratio, bar = theirs[peer] / ours[best], BARS.get(workload, 1.0)
-            wanted = "more than 1" if bar == 1 else f"at least {bar:.2f}"
-            text = f"{workload}: {best} is {ratio:.3f} times as fast as {peer}; wanted is {wanted}"
-            found.append(Verdict(ratio > bar if bar == 1 else ratio >= bar, text))
-        else:
-            found.append(Verdict(passed=False, text=f"{workload}: not measured on both sides"))
-        for name, rival in RIVALS.items():
-            if name in ours and rival in times:
-                ratio = times[rival] / ours[name]
-                text = f"{workload}: {name} is {ratio:.3f} times as fast as {rival}; wanted is no slower"
-                found.append(Verdict(ratio >= 1 - NOISE, text))
-        found += [
-            Verdict(passed=False, text=f"{workload}: {row['configuration']} {row['status']}: {row['reason']}")
-            for row in here
-            if row["status"] in ("wrong", "failed", "stalled")
-        ]
-    return found
 
 
 class Configuration(NamedTuple):
@@ -198,8 +122,7 @@ def workloads(asked: argparse.Namespace) -> list[Workload]:
     ]
     if tiny:
         found = [each._replace(steps=1, rounds=2) for each in found]
-    wanted = asked.workload
-    return [each for each in found if not wanted or each.name in wanted or each.name.partition("_")[0] in wanted]
+    return [each for each in found if each.name in (asked.workload or WORKLOADS)]
 
 
 class Step:
@@ -301,16 +224,13 @@ class Runner:
         self.asked, self.mesh, self.device = asked, mesh, device
         self.group = mesh.get_group()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.environment = tunedcomm.get_communicator(self.group).environment
-        self.backend = asked.backend or ("aot_eager" if asked.tiny else "inductor")
         self.dtype = torch.float32 if asked.tiny else torch.bfloat16
-        self.rows: list[Row] = []
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._counting: dict[str, Counting] = {}
-        self._run_id = secrets.token_hex(6)
+        self._run = of_run(tunedcomm.get_communicator(self.group).environment)
 
-    def run(self) -> list[Row]:
-        """Rows of every workload and configuration that was asked for; on rank 0 they are in the CSV, too."""
+    def run(self) -> None:
+        """Measure every workload and configuration that was asked for."""
         for workload in workloads(self.asked):
             self._workload(workload)
             self._counting.clear()
@@ -318,7 +238,6 @@ class Runner:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return self.rows
 
     def _workload(self, workload: Workload) -> None:
         names = self.asked.only or list(CONFIGURATIONS)
@@ -342,11 +261,11 @@ class Runner:
                 each.graph.reset()
 
     def _keep(self, row: Row) -> None:
-        self.rows.append(row)
         if self.rank == 0:
-            print(line(row), flush=True)
+            told = "workload configuration status us_per_layer tokens_per_s error served_by collectives reason".split()
+            print(*(row[name] for name in told if row[name] != ""), sep="  ", flush=True)
             if self.asked.csv:
-                append(self.asked.csv, [row])
+                append_rows(self.asked.csv, [row], COLUMNS)
 
     def _why_unavailable(self, configuration: Configuration, plan: Plan) -> str:
         """Why a configuration cannot run here, the same on every rank; else ""."""
@@ -355,10 +274,10 @@ class Runner:
                 return "async tensor parallelism needs symmetric memory on GPUs"
             if plan == "plain":
                 return "nothing is gathered or scattered, so async tensor parallelism has nothing to overlap"
-            if not hasattr(importlib.import_module("torch._inductor.config"), "_micro_pipeline_tp"):
+            if not hasattr(torch._inductor.config, "_micro_pipeline_tp"):
                 return f"torch {torch.__version__} has no _micro_pipeline_tp"
-        if configuration.extra == "fusion" and self.backend != "inductor":
-            return f"the fusion pass works in Inductor, and this runs with --backend {self.backend}"
+        if configuration.extra == "fusion" and self.asked.tiny:
+            return "the fusion pass works in Inductor, and --tiny compiles with aot_eager"
         return ""
 
     def _model(self, workload: Workload) -> tuple[nn.Module, torch.Tensor, list[torch.Tensor]]:
@@ -388,23 +307,20 @@ class Runner:
         """The model as this configuration calls it; what is compiled alike is compiled once."""
         if not configuration.compiled:
             return model
-        if self.backend != "inductor":
-            return torch.compile(model, backend=self.backend, dynamic=False)
+        if self.asked.tiny:
+            return torch.compile(model, backend="aot_eager", dynamic=False)
         counting = self._counting.get(configuration.extra)
         if counting is None:
             inner = None
             if configuration.extra == "fusion":
-                mode = "graph" if graph and self.device.type == "cuda" else "eager"
-                fuse = self.asked.fuse or ("always" if self.asked.tiny else "pays")
-                inner = importlib.import_module(_FUSION).fusion_pass(self.group, when=fuse, mode=mode)
+                inner = tunedcomm.fusion_pass(self.group, mode="graph" if graph else "eager")
             counting = self._counting[configuration.extra] = Counting(inner)
         options: dict[str, Any] = {"post_grad_custom_post_pass": counting}
         if configuration.extra == "async_tp":
             options["_micro_pipeline_tp"] = True
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # newer torch does it by itself
-                module = importlib.import_module("torch.distributed._symmetric_memory")
-                module.enable_symm_mem_for_group(self.group.group_name)
+                symm_mem.enable_symm_mem_for_group(self.group.group_name)
         return torch.compile(model, dynamic=False, options=options)
 
     @contextlib.contextmanager
@@ -427,7 +343,6 @@ class Runner:
         expected: list[torch.Tensor],
     ) -> Prepared:
         """Compile, choose, warm up, capture, and compare with the library's results."""
-        begin = time.monotonic()
         forward = self._compile(configuration, model, graph=not workload.train)
         made = Prepared(configuration, Step(forward, model, x, train=workload.train))
         with self._within(configuration) as calls:
@@ -448,13 +363,6 @@ class Runner:
             made.step.output.fill_(math.nan)  # what is compared is written by the replay
             made.graph.replay()
         made.error, made.bit_equal = difference(made.step.results(), expected)
-        if self.rank == 0:
-            told = self._counting.get(configuration.extra) if configuration.compiled else None
-            print(
-                f"{workload.name}: {configuration.name} was made ready in {time.monotonic() - begin:.1f} s", flush=True
-            )
-            if told is not None and told.inner is not None:
-                print(told.inner, flush=True)
         return made
 
     def _take_turns(self, workload: Workload, ready: Sequence[Prepared]) -> list[list[float]]:
@@ -463,8 +371,8 @@ class Runner:
         if graphs:
             runs = [partial(replay, graph, workload.steps) for graph in graphs]
             contenders = [timing.Contender(run, workload.steps, eager=False) for run in runs]
-            timing.take_rounds(Ranks(self.device).device_barrier, contenders, 1, self._stream)
-            return timing.take_rounds(Ranks(self.device).device_barrier, contenders, workload.rounds, self._stream)
+            times_in_turn(contenders, 1, self._stream)
+            return times_in_turn(contenders, workload.rounds, self._stream)
         times: list[list[float]] = [[] for _ in ready]
         for number in range(workload.rounds):
             for index in timing.order_of_round(number, len(ready)):
@@ -489,12 +397,10 @@ class Runner:
         }
 
     def _row(self, workload: Workload, name: str, *, status: str, reason: str, **figures: Any) -> Row:
-        row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
-        row |= of_run(self.environment)
+        row = dict.fromkeys(COLUMNS, "") | self._run
         row |= {each: getattr(workload, each) for each in ("batch", "tokens", "context")}
         row |= {"workload": workload.name, "configuration": name, "status": status, "layers": self.asked.layers}
-        row |= {"reason": reason, "dtype": str(self.dtype).removeprefix("torch.")}
-        row |= {"world_size": self.world_size, "run_id": self._run_id}
+        row |= {"reason": reason, "dtype": str(self.dtype).removeprefix("torch."), "world_size": self.world_size}
         return row | figures
 
 
@@ -503,45 +409,21 @@ def replay(graph: torch.cuda.CUDAGraph, steps: int) -> None:
         graph.replay()
 
 
-def names_of(allowed: Sequence[str], text: str) -> list[str]:
-    """The names in a comma-separated text; ends with code 2 if one is unknown."""
-    names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in allowed]
-    if unknown:
-        print(f"{', '.join(unknown)}: not among {', '.join(allowed)}", file=sys.stderr)
-        sys.exit(2)
-    return names
-
-
 def parsed() -> argparse.Namespace:
-    options = {"rounds": 0, "backend": "", "fuse": "", "csv": None, "report": None, "check": False}
-    asked = arguments(__doc__, tiny=False, layers=0, tokens=4096, context=1024, only="", workload="", **options)
-    asked.only, asked.workload = names_of(tuple(CONFIGURATIONS), asked.only), names_of(WORKLOADS, asked.workload)
+    sizes = {"layers": 0, "tokens": 4096, "context": 1024, "rounds": 0}
+    asked = arguments(__doc__, tiny=False, only=[], workload=[], csv=None, **sizes)
+    if unknown := {*asked.only} - {*CONFIGURATIONS} | {*asked.workload} - {*WORKLOADS}:
+        sys.exit(f"{', '.join(sorted(unknown))}: not among {', '.join((*CONFIGURATIONS, *WORKLOADS))}")
     asked.layers = asked.layers or (1 if asked.tiny else 4)
     return asked
 
 
-def shown(rows: Sequence[Row], wanted: Collection[str]) -> int:
-    """Print the bars; the exit code is 1 if one is missed."""
-    found = verdicts(rows, wanted)
-    print(*found, sep="\n", flush=True)
-    return int(not all(verdict.passed for verdict in found))
-
-
-def main() -> int:
-    asked = parsed()
-    if asked.report:
-        with asked.report.open(newline="", encoding="utf-8") as file:
-            rows = last_runs(list(csv.DictReader(file)))
-        print(*map(line, rows), sep="\n")
-        return shown(rows, BARS) * asked.check
-    device = start_group()
-    rows = Runner(asked, init_device_mesh(device.type, (dist.get_world_size(),)), device).run()
-    code = shown(rows, dict.fromkeys(row["workload"] for row in rows)) if dist.get_rank() == 0 and asked.check else 0
+def main() -> None:
+    asked, device = parsed(), start_group()
+    Runner(asked, init_device_mesh(device.type, (dist.get_world_size(),)), device).run()
     tunedcomm.release_communicators()
     dist.destroy_process_group()
-    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from rows import append, of_run
+from rows import of_run
 
-from tunedcomm.bench.csv import COLUMNS
-from tunedcomm.bench.runner import Ranks
+from tunedcomm.bench.csv import append_rows
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.spec import Problem
 from tunedcomm.tuner.gang.protocol import Latency
@@ -38,14 +38,12 @@ def slowest(times: Sequence[Sequence[float]]) -> list[Latency]:
     return [timing.summarise(by_rank) for by_rank in zip(*everyones(times), strict=True)]
 
 
-def latencies(
-    communicator: Communicator, contenders: Sequence[timing.Contender], rounds: int, stream: torch.cuda.Stream
-) -> list[Latency]:
-    """Percentiles over rounds of the slowest rank; the contenders take turns."""
-    with torch.cuda.stream(stream):
-        times = timing.take_rounds(Ranks(communicator.device).device_barrier, contenders, rounds, stream)
-    communicator.check_peers()
-    return slowest(times)
+def times_in_turn(
+    contenders: Sequence[timing.Contender], rounds: int, stream: torch.cuda.Stream | None
+) -> list[list[float]]:
+    """This rank's µs a call, by contender and round; the contenders take turns, after a barrier each."""
+    token = torch.zeros(1, device="cpu" if stream is None else stream.device)
+    return timing.take_rounds(partial(dist.all_reduce, token), contenders, rounds, stream)
 
 
 def block_us(call: Callable[[], object], calls: int, device: torch.device, *, to_end: bool) -> float:
@@ -73,20 +71,15 @@ def row_of(problem: Problem, contender: str, config: str, latency: Latency) -> d
     }  # fmt: skip
 
 
-def finish(communicator: Communicator, found: Sequence[dict[str, Any]], path: Path | None, **columns: str) -> None:
-    """Print the rows on rank 0, append them to a CSV if one is named, and leave the group.
-
-    Args:
-        communicator, found, path: of the run.
-        columns: take the place of the environment's.
-    """
+def finish(communicator: Communicator, found: Sequence[dict[str, Any]], path: Path | None) -> None:
+    """Print the rows on rank 0, append them to a CSV if one is named, and leave the group."""
     if communicator.rank == 0:
         for row in found:
             spread = f"(p10 {row['latency_p10_us']:.3f}, p90 {row['latency_p90_us']:.3f})"
             size = f"{row['op']} {row['message_bytes']:>10} bytes"
             print(f"{size} {row['contender']:28} {row['latency_p50_us']:9.3f} us {spread}")
         if path is not None:
-            run = {**of_run(communicator.environment), **columns}
-            append(path, [{**row, **run} for row in found], COLUMNS)
+            run = of_run(communicator.environment)
+            append_rows(path, [{**row, **run} for row in found])
     dist.barrier()
     dist.destroy_process_group()

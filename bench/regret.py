@@ -42,10 +42,11 @@ from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.select import Registered, choose
-from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op
 from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.search.coordinator import BEST_OF_SHAPE
+from tunedcomm.tuner.verify import row_of
 
 sys.path.insert(0, str(ROOT / "tests"))
 from replay import write_recording
@@ -158,14 +159,6 @@ class Known:
         return sorted({row.problem for row in self.snapshot.rows}, key=lambda problem: problem.shape)
 
 
-def row_of(record: Trial) -> Row:
-    """The row that a snapshot holds of a trial."""
-    names = "problem candidate source_hash environment latency_p10_us latency_p90_us samples baseline_p50_us final"
-    same = {name: getattr(record, name) for name in names.split()}
-    latency_us = record.latency_p50_us or math.inf
-    return Row(**same, latency_p50_us=latency_us, created_at=record.created_at.isoformat())
-
-
 Rule = Callable[[Known, Problem], Candidate]
 
 
@@ -247,7 +240,8 @@ def measure(*, base: Named, tuned: Named, csv: Path = MEASURED, rounds: int = 60
             with torch.cuda.stream(stream):
                 launch(inputs, outputs, stream.cuda_stream)
                 made.append(timing.contend(launch, inputs, outputs, calls=calls, graph=True, stream=stream))
-        found = ranks.latencies(communicator, made, rounds, stream)
+        found = ranks.slowest(ranks.times_in_turn(made, rounds, stream))
+        communicator.check_peers()
         for candidate, latency in zip(candidates, found, strict=True):
             kind = "library" if candidate.variant == "library" else "candidate"
             lines.append(ranks.row_of(problem, kind, str(candidate), latency))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import platform
 import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tunedcomm.bench.csv import append_rows
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
@@ -82,35 +82,18 @@ def read_trials(path: Path) -> list[Trial]:
     return found
 
 
-def append(path: Path, rows: Sequence[Row], columns: Iterable[str] = ()) -> None:
-    """Append rows to a CSV; a new one gets `columns`, by default the first row's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", newline="", encoding="utf-8") as file:
-        file.seek(0)
-        there = next(csv.reader(file), [])
-        writer = csv.DictWriter(file, there or tuple(columns) or tuple(rows[0]), lineterminator="\n")
-        if not there:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    """Make a CSV of these rows alone."""
-    path.unlink(missing_ok=True)
-    append(path, rows)
-
-
 def show(rows: Sequence[Row], path: Path | None) -> None:
     """Print rows and, if a path is given, make a CSV of them."""
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     if path is not None:
-        write(path, rows)
+        path.unlink(missing_ok=True)
+        append_rows(path, rows, rows[0])
 
 
 def finish(path: Path, row: Row, *faults: str) -> None:
     """Append the only row of a run and print it; exit with 1 if one of the columns of faults is not 0."""
-    append(path, [row])
+    append_rows(path, [row], row)
     print("".join(f"{name:20} {value}\n" for name, value in row.items()))
     found = [name for name in faults if row[name]]
     if found:

@@ -1,4 +1,4 @@
-"""Tells whether measured rows still describe the code, after an edit of kernels or of what launches them.
+"""Finds the measured rows that still describe the code after an edit of kernels or of what launches them.
 
     git worktree add ../before COMMIT
     python bench/same_code.py --before ../before [--full] [--op OP] tuning_db/*.db
@@ -11,10 +11,10 @@ the variant in a process of its own, without a GPU: memory, streams and torch's 
 - copies, events, collectives and what torch is asked to compute, in order;
 - `num_blocks`, `num_rounds`, `infeasible`, the variant's version and numerics, and every variant's `default` config.
 
-Names and modules of kernels are not compared. Their code is: by this tree's source hash of each kernel alone, in both
-trees, and where that differs, or for every kernel with `--full`, by PTX for the row's GPU, up to the names of kernels
-and the numbers of parameters, registers and labels. PTX is made by the Triton that is imported: put the one that the
-rows were measured with (3.6) on PYTHONPATH.
+Names and modules of kernels are not compared. Their code is: by the source hash of each kernel alone, and where that
+differs, or for every kernel with `--full`, by PTX for the row's GPU, up to the names of kernels and the numbers of
+parameters, registers and labels. PTX is made by the Triton that is imported: put the one that the rows were measured
+with (3.6) on PYTHONPATH.
 
 Rows whose variant got another source hash and which are equal in all of this take the new hash. Others are listed, and
 the exit status is 1. A variant that cannot be bound without a GPU is listed, too: there only its compile requests and
@@ -30,8 +30,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-import importlib.util
-import itertools
 import json
 import os
 import pkgutil
@@ -49,7 +47,6 @@ from sqlalchemy import delete, select, update
 from torch.overrides import TorchFunctionMode
 
 HERE = Path(__file__).resolve()
-HASH_FILE = "tunedcomm/kernels/common/source_hash.py"
 _ROOM = 1 << 36  # between stand-in addresses: more than any offset
 _FIRST = 1 << 44
 _RANK = 1
@@ -191,41 +188,16 @@ def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
 
             return launch
 
-        return bound_kernel(fix, *(32, 0)[: len(dataclasses.fields(bound_kernel)) - 1])  # older trees count registers
+        return bound_kernel(fix)
 
     def allocate(group: Any, device: Any, nbytes: int) -> Any:
         return made_buffer(recorder, f"buffer{len(addresses.names)}[{nbytes}]", nbytes)
 
     @functools.cache
     def copies_of(workspace: Any, mode: str) -> Any:
-        recorded: dict[int, int] = {}  # event to the number of its last record: events' own numbers do not matter
-        numbers = itertools.count()
-        copies = mock.MagicMock(
-            streams=tuple(addresses.make(f"side{number}") for number in range(9)),
-            beside=addresses.make("beside"),
-            current=recorder.calls.on,
-        )
+        sides = tuple(addresses.make(f"side{number}") for number in range(9))
+        copies = mock.MagicMock(streams=sides, beside=addresses.make("beside"), current=recorder.calls.on)
         recorder.calls.attach_mock(copies, f"copies_{mode}")
-
-        def record(event: int, stream: int) -> None:
-            recorded[event] = next(numbers)
-            recorder.calls.record(stream)
-
-        def wait(stream: int, event: int) -> None:
-            recorder.calls.wait(stream, recorded[event])
-
-        def fork(stream: int, sides: Sequence[int], event: int) -> None:
-            record(event, stream)
-            for side in sides:
-                wait(side, event)
-
-        def join(sides: Sequence[int], stream: int, first_event: int) -> None:
-            for event, side in enumerate(sides, first_event):
-                record(event, side)
-                wait(stream, event)
-
-        for function in (record, wait, fork, join):
-            setattr(copies, function.__name__, function)
         return copies
 
     generator = torch.Generator()  # nothing is drawn from it
@@ -349,18 +321,6 @@ def short(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def common_hash(root: Path) -> Any:
-    """The source hash of the tree in which this tool is, for use in either tree."""
-    spec = importlib.util.spec_from_file_location("tunedcomm_same_code_hash", root / HASH_FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    module.ignore(importlib.import_module("tunedcomm.kernels.common.sync").INTERPRET)
-    return module.source_hash
-
-
 def normalised(ptx: str) -> str:
     """PTX without comments and debug information, kernels' names and the numbers of parameters, registers, labels."""
     text = re.sub(r"\.section\s+\.debug\w*\s*\{.*?\n\s*\}", "", ptx, flags=re.S)
@@ -393,7 +353,7 @@ def code_of(request: Any, capability: int) -> str:
     return short(normalised(compiler(request, GPUTarget("cuda", capability, 32)).asm["ptx"]))
 
 
-def described(asked: Mapping[str, Any], hash_of: Any) -> dict[str, Any]:
+def described(asked: Mapping[str, Any]) -> dict[str, Any]:
     """One tree's answer about one row."""
     from tunedcomm import kernels, settings
     from tunedcomm.hardware import Environment
@@ -415,7 +375,7 @@ def described(asked: Mapping[str, Any], hash_of: Any) -> dict[str, Any]:
             "num_blocks": variant.num_blocks(problem, config),
             "num_rounds": variant.num_rounds(problem, config),
             "infeasible": variant.infeasible(problem, config, limits),
-            "defaults": short({name: told_default(v, problem, limits) for name, v in variants(asked["op"]).items()}),
+            "defaults": short({name: v.default(problem, limits) for name, v in variants(asked["op"]).items()}),
         }
         requests = list(variant.compile_requests(problem, config))
         found["asked"] = sorted(short(options_of(request)) for request in requests)
@@ -425,7 +385,8 @@ def described(asked: Mapping[str, Any], hash_of: Any) -> dict[str, Any]:
         found["events"], requests = launch_record(variant, get_op(asked["op"]), problem, config, layout)
     except Exception as error:  # noqa: BLE001 - such a variant is named in the report
         found["unbound"] = f"{type(error).__name__}: {str(error)[:200]}"
-    found["kernels"] = [kernel_hash(hash_of, variant, request.resolve()) for request in requests]
+    alone = (dataclasses.replace(variant, kernels=(request.resolve(),), version=1) for request in requests)
+    found["kernels"] = [kernels.source_hash(one) for one in alone]
     if asked.get("ptx"):
         try:
             found["ptx"] = [code_of(request, asked["environment"]["compute_capability"]) for request in requests]
@@ -440,29 +401,15 @@ def options_of(request: Any) -> dict[str, Any]:
     return {name: getattr(request, name) for name in names if name not in ("module", "function")}
 
 
-def told_default(variant: Any, problem: Any, limits: Any) -> Any:
-    try:
-        return variant.default(problem, limits)
-    except Exception as error:  # noqa: BLE001 - what a variant raises is compared, too
-        return type(error).__name__
-
-
-@functools.cache
-def kernel_hash(hash_of: Any, variant: Any, kernel: Any) -> str:
-    """The source hash of one kernel, in place of all of its variant's."""
-    return str(hash_of(dataclasses.replace(variant, kernels=(kernel,), version=1)))
-
-
-def answer(root: str) -> None:
+def answer() -> None:
     """Answer for one tree: a line of JSON on stdout for each on stdin."""
     from tunedcomm import kernels
 
     here = Path(kernels.__file__).parents[2]
     assert here.samefile("."), f"tunedcomm was imported from {here} instead of {Path.cwd()}"
     import_everything()
-    hash_of = common_hash(Path(root))
     for line in sys.stdin:
-        print(json.dumps(described(json.loads(line), hash_of)), flush=True)
+        print(json.dumps(described(json.loads(line))), flush=True)
 
 
 def ask(tree: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -472,7 +419,7 @@ def ask(tree: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     paths = [str(tree), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
     unseen = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     begin = f"import sys; sys.path.append({str(HERE.parent)!r}); import same_code"
-    command = [sys.executable, "-c", f"{begin}; same_code.answer({str(HERE.parents[1])!r})"]
+    command = [sys.executable, "-c", f"{begin}; same_code.answer()"]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     done = subprocess.run(
         command, input=lines, env={**os.environ, **unseen}, cwd=tree, stdout=subprocess.PIPE, text=True, check=True

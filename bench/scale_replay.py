@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -41,8 +42,6 @@ from replay import Replay
 
 RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 
-STEPS = ("claim", "look", "record")
-
 
 def plan_records(trials: int) -> list[Trial]:
     """So many distinct trials: the recorded ones, and copies of them at sizes that nobody recorded."""
@@ -62,7 +61,7 @@ class Worker:
 
     def __init__(self, args: argparse.Namespace, url: str, records: Sequence[Trial], index: int) -> None:
         self.args, self.url, self.index, self.environment = args, url, index, records[0].environment.digest
-        self.times: dict[str, list[float]] = {name: [] for name in STEPS}
+        self.times: dict[str, list[float]] = {"claim": [], "record": []}
         self.refused = self.claimed = 0
         self.by_problem: dict[Problem, dict[Candidate, Trial]] = {}
         for record in records:
@@ -100,7 +99,7 @@ class Worker:
                     time.sleep(1.0)
             database.finish_run(run_id)
             claims.close()
-        result = {"times": self.times, "refused": self.refused, "cpu": time.process_time()}
+        result = {"times": self.times, "refused": self.refused}
         (folder / f"{self.index}.json").write_text(json.dumps(result))
 
     def read_news(self, problem: Problem, claims: Claims) -> None:
@@ -108,9 +107,8 @@ class Worker:
 
     def look(self, problem: Problem, claims: Claims) -> frozenset[Candidate]:
         """Candidates that others run now; what they have stored is known then."""
-        with self.timed("look"):
-            busy = claims.in_flight(problem, final=False)
-            self.read_news(problem, claims)
+        busy = claims.in_flight(problem, final=False)
+        self.read_news(problem, claims)
         return busy
 
     def search(self, problem: Problem, claims: Claims, run_id: int) -> bool:
@@ -180,11 +178,6 @@ def cpu_of_tree(pid: int) -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-def quantile(values: Sequence[float], share: float) -> str:
-    ordered = sorted(values)
-    return f"{1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.2f}" if ordered else ""
-
-
 def measure(args: argparse.Namespace) -> dict[str, object]:
     from postgres import PostgresServer
 
@@ -207,13 +200,11 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         results = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
         span = "SELECT extract(epoch FROM max(created_at) - min(created_at))::float + %s FROM trial"
         ((seconds,),) = server.execute(span % args.replay_trial_s, database=name)
-        tables = "FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace"
-        ((mib,),) = server.execute(f"SELECT sum(pg_total_relation_size(oid))::float / 1048576 {tables}", database=name)
         ((server_version,),) = server.execute("SHOW server_version")
         with Database.open(url, readonly=True) as database:
             stored = Counter((row.problem, row.candidate) for row in database.trials())
     wanted = {(record.problem, record.candidate) for record in records}
-    times = {key: [t for result in results for t in result["times"][key]] for key in STEPS}
+    p50 = {name: statistics.median(t for one in results for t in one["times"][name]) for name in ("claim", "record")}
     return {
         "workers": args.workers,
         "trials": args.trials,
@@ -224,21 +215,13 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "trials_per_s": f"{args.trials / seconds:.1f}",
         # If sharing cost nothing.
         "ideal_per_s": f"{args.workers / args.replay_trial_s:.0f}" if args.replay_trial_s else "",
-        "claim_ms_p50": quantile(times["claim"], 0.5),
-        "claim_ms_p90": quantile(times["claim"], 0.9),
-        "look_ms_p50": quantile(times["look"], 0.5),  # for rows that others have stored
-        "record_ms_p50": quantile(times["record"], 0.5),
-        "record_ms_p90": quantile(times["record"], 0.9),
-        "tell_ms_p50": "",  # releasing the claim, of versions that did it by itself
+        **{f"{name}_ms_p50": f"{1000 * seconds:.2f}" for name, seconds in p50.items()},
         "refused": sum(result["refused"] for result in results),  # claims that another worker held
         "lost": len(wanted - set(stored)),
         "doubled": sum(stored.values()) - len(stored),
-        "database_mib": f"{mib:.1f}",
-        "studies_mib": "",  # Optuna's tables, of versions that kept claims there
-        "worker_cpu_ms": f"{1000 * sum(result['cpu'] for result in results) / args.trials:.2f}",  # a trial
         "server_cpu_ms": f"{1000 * server_cpu / args.trials:.2f}",
         "max_connections": most,  # seen every second
-        **of_host("sqlalchemy", "optuna", "psycopg", postgresql=server_version),
+        **of_host("sqlalchemy", "psycopg", postgresql=server_version),
     }
 
 

@@ -50,9 +50,10 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from rows import append, arguments, of_run
+from rows import arguments, of_run
 
 from tunedcomm import kernels
+from tunedcomm.bench.csv import append_rows
 from tunedcomm.bench.runner import start_group
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.errors import InfeasibleError
@@ -597,7 +598,7 @@ def main() -> None:
         for row in rows:
             sys.stdout.write("{op:20} {variant:18} {launches:>7} launches, {wrong} wrong {not_run}\n".format(**row))
         if args.csv:
-            append(args.csv, rows)
+            append_rows(args.csv, rows, rows[0])
         launches, ranks = sum(row["launches"] for row in rows), dist.get_world_size()
         sys.stdout.write(f"{launches:,} launches on {ranks} ranks in {rows[0]['seconds']} s\n")
     wrong = sum(row["wrong"] for row in rows)

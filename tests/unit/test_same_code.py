@@ -25,14 +25,12 @@ import same_code  # noqa: E402
 # Edits the variant in one of ways, and tells what the tool sees.
 EDITED = """
 import contextlib, dataclasses, functools, json, sys
-from pathlib import Path
 from unittest import mock
 import same_code
 same_code.import_everything()
 from tunedcomm import settings, spec
 from tunedcomm.symm.layout import LaneLayout
-hash_of = same_code.common_hash(Path(sys.argv[1]))
-asked = json.loads(sys.argv[2])
+asked = json.loads(sys.argv[1])
 original = spec.get_variant("all_reduce", "one_shot")
 
 
@@ -79,7 +77,7 @@ config = original.space.validate(asked["config"])
 found = {}
 for name, edit in edits.items():
     events, _ = same_code.launch_record(Edited(edit), spec.get_op("all_reduce"), problem, config, layout)
-    found[name] = {**same_code.described(asked, hash_of), "events": events}
+    found[name] = {**same_code.described(asked), "events": events}
 print(json.dumps(found))
 """
 ANSWER: Mapping[str, Any] = {
@@ -103,7 +101,7 @@ def edited() -> dict[str, dict[str, Any]]:
     config = {name: axis.values()[0] for name, axis in get_variant("all_reduce", "one_shot").space.axes}
     asked = same_code.asked_of(trial(config=config))
     unseen = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = python("-c", EDITED, ROOT, json.dumps(asked), paths=[ROOT / "bench"], **unseen)
+    done = python("-c", EDITED, json.dumps(asked), paths=[ROOT / "bench"], **unseen)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 

@@ -1,1 +1,1 @@
-"""Comparative benchmarks: who is measured (contenders), by whom (runner), and the CSV files that keep the results."""
+"""Comparative benchmarks: the contenders, the runner that times them, and the CSV files of results."""

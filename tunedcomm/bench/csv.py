@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,14 @@ def missing_columns(path: Path) -> list[str]:
     return [name for name in NEEDED if name not in columns] if columns else []
 
 
-def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], columns: Collection[str] = COLUMNS) -> None:
     """Append rows; a file of an older version keeps the columns that it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists() or path.stat().st_size == 0
     with path.open("a+", newline="", encoding="utf-8") as file:
         file.seek(0)
-        writer = csv.DictWriter(file, COLUMNS if fresh else next(csv.reader(file)), extrasaction="ignore")
-        if fresh:
+        there = next(csv.reader(file), [])
+        writer = csv.DictWriter(file, there or columns, extrasaction="ignore", lineterminator="\n")
+        if not there:
             writer.writeheader()
         writer.writerows(rows)
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def run_module(
     Returns 0 if every rank ended with 0, else the exit code of the first one that did not; the others are killed then.
     """
     variables = {**os.environ, **(environment or {})}
-    if not torch.cuda.is_available() or num_gpu_ranks() < 2:
+    if num_gpu_ranks() < 2:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     variables.setdefault("OMP_NUM_THREADS", "1")
     # Ranks of one host must not meet under a name that resolves to an address nobody answers.
@@ -92,16 +93,6 @@ def run_job(job: Mapping[str, Any], world_size: int, borrow: Sequence[str] = ())
         return found
 
 
-class Ranks:
-    """The ranks of a benchmark as `take_rounds` needs them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._token = torch.zeros(1, device=device)
-
-    def device_barrier(self) -> None:
-        dist.all_reduce(self._token)
-
-
 def _error(results: Tensors, references: Tensors) -> torch.Tensor:
     """‖out − ref‖ / ‖ref‖ of the worst output on this rank; a NaN counts as infinite."""
     worst = torch.zeros(1, dtype=torch.float64, device=references[0].device)
@@ -119,7 +110,7 @@ class Bencher:
         self._job = job
         self.left_out: list[dict[str, str]] = []
         self._adapters = [load_adapter(Path(path)) for path in job["peers"]]
-        self._barrier = Ranks(communicator.device).device_barrier
+        self._barrier = partial(dist.all_reduce, torch.zeros(1, device=communicator.device))
         on_gpu = communicator.device.type == "cuda"
         self._stream = torch.cuda.Stream(communicator.device) if on_gpu else None  # type: ignore[no-untyped-call]
 

@@ -131,7 +131,7 @@ def contend(
 
 
 def take_rounds(
-    barrier: Callable[[], None],
+    barrier: Callable[[], object],
     contenders: Sequence[Contender],
     rounds: int,
     stream: torch.cuda.Stream | None,
