@@ -251,7 +251,7 @@ class _Progress:
         self.num_trials += 1
         if sys.stderr.isatty():
             took_s = time.monotonic() - self._begin_s
-            time_us = f" {format_us(result.latency_us)} µs" if result.latency_us else ""
+            time_us = f" {format_us(result.latency.p50_us)} µs" if result.latency else ""
             what = f"{command.problem}: {command.candidate} {result.status}{time_us}"
             text = f"tunedcomm: {took_s:.1f} of {self._budget_s:g} s, trial {self.num_trials}, {what}"
             print(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
