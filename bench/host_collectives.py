@@ -4,12 +4,11 @@
 
 A sample is several calls after a barrier, of the slowest rank. Both write into a tensor that is there: the public call
 into `out`, gloo's all_reduce in place. Contenders that end in `_new` give all_reduce's result in a new tensor, to which
-gloo's caller has to copy the input first. Columns as in the other files of bench/results; the driver is the kernel.
+gloo's caller has to copy the input first. Columns as in the other files of bench/results.
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -76,7 +75,7 @@ def main() -> None:
             asked = replace(problem, in_place=op == "all_reduce" and name == "library")
             row = row_of(asked, name, str(candidate) if name.startswith("tuned") else "", latency)
             rows.append(row)
-    finish(communicator, rows, args.csv, driver=f"{platform.system()} {platform.release()}")
+    finish(communicator, rows, args.csv)
 
 
 if __name__ == "__main__":

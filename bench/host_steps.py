@@ -7,9 +7,9 @@
 - `tp_dtensor`: forward and backward of such an MLP in DTensor's colwise and rowwise plan.
 
 A step's communication is what it takes beyond the same step without collectives: DDP's `no_sync`, or the rank's halves
-alone. Compared are medians over rounds of the slowest rank; a round has several steps of each. `cores_us` is what all
-ranks' cores worked for a step, which other programs of the machine (`load`) disturb least. After the rounds both ways
-must have given the same sums, and the same bits on every rank.
+alone. Compared are medians over rounds of the slowest rank; a round has several steps of each. `load` is what other
+programs of the machine ask for. After the rounds both ways must have given the same sums, and the same bits on every
+rank.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
-from ranks import everyones, slowest
-from rows import append, arguments, of_run
+from ranks import block_us, everyones, slowest
+from rows import arguments, of_run, show
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -103,27 +101,10 @@ def tp_dtensor() -> Workload:
     return Workload(partial(step, model), partial(step, alone), 2 * x.nbytes)
 
 
-@contextlib.contextmanager
-def intercepted(seen: list[int]) -> Iterator[None]:
-    """Inside of `intercept`; adds the number of calls that were served."""
-    with tunedcomm.intercept() as calls:
-        yield
-    seen.append(calls.num_served)
-
-
-def check(workload: Workload, plain: torch.Tensor, served: torch.Tensor) -> None:
+def check(plain: torch.Tensor, served: torch.Tensor) -> None:
     torch.testing.assert_close(served, plain, rtol=1e-3, atol=1e-5)
     first, *others = everyones(served)
     assert all(torch.equal(first, other) for other in others), "ranks hold different bits"
-
-
-def sample_us(step: Step) -> tuple[float, float]:
-    """µs that a step takes by the clock, and of this rank's cores; of some steps after a barrier."""
-    dist.barrier()
-    begin, worked = time.perf_counter(), time.process_time()
-    for _ in range(STEPS):
-        step()
-    return (time.perf_counter() - begin) * 1e6 / STEPS, (time.process_time() - worked) * 1e6 / STEPS
 
 
 def main() -> None:
@@ -133,51 +114,34 @@ def main() -> None:
     communicator, rows = tunedcomm.get_communicator(), []
     for make in (ddp, tp_dist, tp_dtensor):
         torch.manual_seed(0)
-        workload, seen = make(), list[int]()
-        ways = {"gloo": contextlib.nullcontext, "intercept": partial(intercepted, seen)}
-        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in (*ways, "alone")}
-        results = {}
+        workload, num_served = make(), 0
+        names = ("gloo", "intercept", "alone")
+        times: dict[str, list[float]] = {name: [] for name in names}
+        results: dict[str, torch.Tensor] = {}
         for number in range(args.rounds + 2):
-            for name, way in list(ways.items())[:: -1 if number % 2 else 1]:
-                with way():
-                    workload.step()
-                    samples[name].append(sample_us(workload.step))
-                    results[name] = workload.step().clone()
-            samples["alone"].append(sample_us(workload.alone))
+            for name in names[:: -1 if number % 2 else 1]:
+                step = workload.alone if name == "alone" else workload.step
+                with tunedcomm.intercept() if name == "intercept" else contextlib.nullcontext() as calls:
+                    step()
+                    times[name].append(block_us(step, STEPS, communicator.device, to_end=False))
+                    results[name] = step().clone()
+                num_served += 0 if calls is None else calls.num_served
         if make is not ddp:  # its weights have changed in between
-            check(workload, results["gloo"], results["intercept"])
-        by_clock, by_core = ([[one[column] for one in each[2:]] for each in samples.values()] for column in (0, 1))
-        found = dict(zip(samples, slowest(by_clock), strict=True))
-        cores = dict(
-            zip(samples, map(sum, zip(*everyones([median(each) for each in by_core]), strict=True)), strict=True)
-        )
-        for name in ways:
-            beyond = found[name].p50_us - found["alone"].p50_us
-            rows.append(
-                {
-                    "workload": make.__name__,
-                    "way": name,
-                    "world_size": dist.get_world_size(),
-                    "message_bytes": workload.message_bytes,
-                    "step_p10_us": round(found[name].p10_us, 1),
-                    "step_p50_us": round(found[name].p50_us, 1),
-                    "step_p90_us": round(found[name].p90_us, 1),
-                    "alone_us": round(found["alone"].p50_us, 1),
-                    "communication_us": round(beyond, 1),
-                    "communication_share": round(beyond / found[name].p50_us, 3),
-                    "cores_us": round(cores[name], 1),
-                    "cores_alone_us": round(cores["alone"], 1),
-                    "served": sum(seen) if name == "intercept" else 0,
-                    "rounds": args.rounds,
-                    "load": os.getloadavg()[0],
-                }
-            )
-    if dist.get_rank() == 0:
-        for row in rows:
-            print("  ".join(f"{key} {value}" for key, value in row.items()))
-        if args.csv is not None:
-            run = of_run(communicator.environment)
-            append(args.csv, [{**row, **run} for row in rows])
+            check(results["gloo"], results["intercept"])
+        found = dict(zip(names, slowest([each[2:] for each in times.values()]), strict=True))
+        for name in names[:2]:
+            beyond_us = found[name].p50_us - found["alone"].p50_us
+            row = {
+                "workload": make.__name__, "way": name, "world_size": communicator.world_size,
+                "message_bytes": workload.message_bytes, "step_p10_us": round(found[name].p10_us, 1),
+                "step_p50_us": round(found[name].p50_us, 1), "step_p90_us": round(found[name].p90_us, 1),
+                "alone_us": round(found["alone"].p50_us, 1), "communication_us": round(beyond_us, 1),
+                "communication_share": round(beyond_us / found[name].p50_us, 3),
+                "served": num_served if name == "intercept" else 0, "rounds": args.rounds, "load": os.getloadavg()[0],
+            }  # fmt: skip
+            rows.append({**row, **of_run(communicator.environment)})
+    if communicator.rank == 0:
+        show(rows, args.csv)
     tunedcomm.release_communicators()
     dist.destroy_process_group()
 
