@@ -91,7 +91,7 @@ FAULTS = [
     ),
     Fault("db", "status_unchecked", 'check_one_of(status, STATUSES, "status")\n    if status ==', "if status =="),
     Fault("db", "absurd_latency_taken", "and LEAST_US <= value <= MOST_US", "and -1e30 <= value <= 1e30"),
-    Fault("db", "status_filter_ignored", "TrialRow.status, status), (TrialRow.final, final", "TrialRow.final, final"),
+    Fault("db", "last_row_read_again", "TrialRow.id > after_id", "TrialRow.id >= after_id"),
     Fault("db", "pins_pile_up", "            _remove_pins(connection, problem, environment)\n", "\n"),
     Fault(
         "db",
