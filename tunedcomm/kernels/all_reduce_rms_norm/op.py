@@ -364,7 +364,7 @@ def row_warps(problem: Problem) -> int:
 
 
 class RowKernels:
-    """What kernels over rows take and serve: here of the basic forms, in `quantized` of the others."""
+    """Forms that kernels over rows serve, and arguments that they take: the basic forms; others are in `quantized`."""
 
     num_varying = 8  # x, weight, bias, residual, scale, out, residual_out, eps
 
