@@ -5,7 +5,7 @@
 #
 # Stages: tune_OP bench_OP stress_OP with OP any op; bodies_OP models_OP half_OP with OP one of ag_gemm, gemm_rs,
 # gemm_ar; hot_path large norms bodies bench_all llama; stress (of all collectives), replays (of graphs of
-# them), concurrent (grids of at most 16 blocks, under MPS: N=1 PER_GPU=2). N is the number of GPUs (4).
+# them); under MPS with N=1 PER_GPU=2 concurrent (grids of at most 16 blocks), savings. N is the number of GPUs (4).
 # With PER_GPU=2 two ranks share each, which shows whether N*2 ranks are right where fewer GPUs are at hand, and no times
 # worth keeping. A stage that fails or runs over its time is said and the next one begins. NVLink multicast stays off:
 # creating a multicast object has taken shared hosts out of service.
@@ -75,15 +75,24 @@ stress() { # LOG SECONDS OPTION...: --op where not all collectives are meant
   ranks $(($2 + 150)) "$1" bench/stress.py --launches "${STRESS:-10000}" --seconds "$2" --hang-s $(($2 + 140)) --csv "$DIR/stress.csv" "${@:3}"
   grep -h ' launches, ' "$DIR/$1.log"
 }
-concurrent() { # MPS lets the ranks of a GPU run at once; a server of its own, for a rank that died may leave one unusable
+under_mps() { # MPS lets the ranks of a GPU run at once; a server of its own, for a rank that died may leave one unusable
   local rc=0 mps; mps=$(mktemp -d)
   export CUDA_MPS_PIPE_DIRECTORY=$mps CUDA_MPS_LOG_DIRECTORY=$mps
   timeout 20 nvidia-cuda-mps-control -d
-  ranks 240 concurrent bench/stress.py --concurrent --launches 1000000000 --seconds 90 --hang-s 230 --csv "$DIR/concurrent.csv" || rc=$?
-  grep -h ' launches' "$DIR/concurrent.log"
+  "$@" || rc=$?
   echo quit | timeout 20 nvidia-cuda-mps-control
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
   return $rc
+}
+concurrent() {
+  local seconds=${RUN_S:-90}
+  under_mps ranks $((seconds + 200)) concurrent bench/stress.py --concurrent --launches 1000000000 --seconds "$seconds" \
+    --hang-s $((seconds + 190)) --csv "$DIR/concurrent.csv"
+  grep -h ' launches' "$DIR/concurrent.log"
+}
+savings() {
+  under_mps ranks 400 savings bench/fused_savings.py --csv "$DIR/savings.csv"
+  grep -h ' us ' "$DIR/savings.log"
 }
 tune_gemm() { # OP LARGE DECODE
   tune 300 "tune_$1" --op "$1" --shape "$2" --budget 200s
@@ -132,7 +141,7 @@ for stage in "$@"; do
     stress) stress stress 300 ;;
     replays) stress replays 200 --graph ;;
     llama) ranks 300 llama bench/llama_tp.py --csv "$DIR/llama.csv" ;;
-    hot_path | large | norms | concurrent) $stage ;;
+    hot_path | large | norms | concurrent | savings) $stage ;;
     *) say "no such stage: $stage"; exit 2 ;;
   esac
 done

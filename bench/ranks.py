@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +16,10 @@ from rows import of_run
 
 from tunedcomm.bench.csv import append_rows
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Candidate, Problem, format_shape, get_variant
 from tunedcomm.tuner.gang.protocol import Latency
 from tunedcomm.tuner.measure import timing
+from tunedcomm.tuner.measure.compile_pool import CompilePool
 
 T = TypeVar("T")
 
@@ -36,6 +39,18 @@ def everyones(value: T) -> list[T]:
 def slowest(times: Sequence[Sequence[float]]) -> list[Latency]:
     """Percentiles over rounds of the slowest rank, of times by contender and round."""
     return [timing.summarise(by_rank) for by_rank in zip(*everyones(times), strict=True)]
+
+
+def compile_all(planned: Iterable[tuple[Problem, Candidate]]) -> None:
+    """Binaries of candidates on all CPUs, on rank 0 of the host; the others find them in Triton's cache."""
+    if torch.cuda.is_available() and dist.get_rank() % int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 0:
+        major, minor = torch.cuda.get_device_capability()
+        with closing(CompilePool(max(1, len(os.sched_getaffinity(0)) - 1))) as pool:
+            for problem, candidate in planned:
+                variant = get_variant(candidate.op, candidate.variant)
+                pool.submit(variant.compile_requests(problem, candidate.config_dict), 10 * major + minor)
+            pool.drain()
+    dist.barrier()
 
 
 def times_in_turn(
@@ -63,11 +78,11 @@ def block_us(call: Callable[[], object], calls: int, device: torch.device, *, to
 def row_of(problem: Problem, contender: str, config: str, latency: Latency) -> dict[str, Any]:
     """A row with the columns of `tunedcomm bench`."""
     return {
-        "op": problem.op, "shape": problem.numel, "message_bytes": problem.nbytes, "dtype": problem.dtype,
+        "op": problem.op, "shape": format_shape(problem.shape), "message_bytes": problem.nbytes, "dtype": problem.dtype,
         "world_size": problem.world_size, "mode": problem.mode, "contender": contender, "config": config,
         "latency_p10_us": round(latency.p10_us, 4), "latency_p50_us": round(latency.p50_us, 4),
         "latency_p90_us": round(latency.p90_us, 4), "input_kind": problem.input_kind, "in_place": problem.in_place,
-        "reduction": problem.reduction,
+        "reduction": problem.reduction, "layout": problem.layout, "scaling": problem.scaling,
     }  # fmt: skip
 
 
@@ -76,7 +91,7 @@ def finish(communicator: Communicator, found: Sequence[dict[str, Any]], path: Pa
     if communicator.rank == 0:
         for row in found:
             spread = f"(p10 {row['latency_p10_us']:.3f}, p90 {row['latency_p90_us']:.3f})"
-            size = f"{row['op']} {row['message_bytes']:>10} bytes"
+            size = f"{row['op']} {row['shape']:>10} {row['scaling']:8}"
             print(f"{size} {row['contender']:28} {row['latency_p50_us']:9.3f} us {spread}")
         if path is not None:
             run = of_run(communicator.environment)

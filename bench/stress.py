@@ -24,10 +24,11 @@ mode need not be a fault of a kernel; a wrong result is one.
 Ops are all but the fused GEMMs unless --op names some; --variant leaves out all others. Every variant is launched
 --launches times (--concurrent: on average), or until --seconds are over.
 
-A row of the CSV is a variant: its launches, how many of them were wrong, and the versions. A variant that cannot run
-here has a row with the reason and no launches. Ends with code 1 after a wrong result; a hang ends in PeerTimeoutError,
-or, of variants that wait without a bound, in a dump of every thread after --hang-s seconds. Without a GPU the ranks are
-processes that interpret the kernels (TRITON_INTERPRET=1), on few elements and with the defaults alone.
+A row of the CSV is a variant at a scaling: its launches, how many of them were wrong, and the versions. A variant that
+cannot run here has a row with the reason and no launches. Ends with code 1 after a wrong result; a hang ends in
+PeerTimeoutError, or, of variants that wait without a bound, in a dump of every thread after --hang-s seconds. Without a
+GPU the ranks are processes that interpret the kernels (TRITON_INTERPRET=1), on few elements and with the defaults
+alone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -50,6 +50,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from ranks import compile_all
 from rows import arguments, of_run
 
 from tunedcomm import kernels
@@ -60,8 +61,7 @@ from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
-from tunedcomm.tuner.measure.compile_pool import CompilePool
-from tunedcomm.tuner.measure.correctness import GUARD_BYTES, Guarded, guard, make_case
+from tunedcomm.tuner.measure.correctness import GUARD_BYTES, Guarded, fill_sentinel, guard, make_case
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -71,8 +71,10 @@ WORDS = (SENTINEL.value, ESCAPE.value, 0, -1, 0x7FC01234, -0x003FEDCC, 0x7F80000
 ROUNDS = 20  # between two looks at the results
 CONFIGS = 4  # of a variant at one problem, the default among them
 NUMELS = (1, 333, 2048, 30_001, 262_144, 1_000_003, 4_194_312)
-MATRICES = ((1, 8192), (3, 4096), (16, 5120), (33, 128), (64, 8192), (129, 5120), (300, 8192))
+MATRICES = ((1, 8192), (3, 4096), (12, 5120), (33, 128), (64, 8192), (129, 5120), (300, 8192))
 PRODUCTS = ((8, 512, 256), (48, 264, 520), (512, 1024, 1024), (2048, 1024, 768))
+# Tokens of a rank, hidden, top-k, experts.
+ROUTED = ((1, 512, 8, 24), (7, 256, 2, 12), (33, 128, 1, 12), (64, 384, 4, 24), (64, 7168, 8, 96), (300, 256, 8, 48))
 SAY_EVERY_S = 5.0
 # With --concurrent:
 MOST_BLOCKS = 16  # of a grid
@@ -173,6 +175,12 @@ class Trial:
     wrong: torch.Tensor
     count: int = 0
 
+    def results(self, room: int) -> list[Guarded]:
+        """The outputs in a room, with zeros where the op specifies nothing."""
+        held = self.rooms[room]
+        tensors = get_op(self.problem.op).cleared(self.problem, (), tuple(each.tensor for each in held))[1]
+        return [replace(each, tensor=tensor) for each, tensor in zip(held, tensors, strict=True)]
+
 
 @dataclass(eq=False, slots=True)
 class Entry:
@@ -194,25 +202,32 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def some_problems(op: str, world_size: int, shuffle: random.Random, most: int) -> Iterator[Problem]:
-    """Odd, small and large shapes, and a few that nobody chose; dtypes, reductions, layouts and scalings in turn."""
+    """Odd, small and large shapes, and a few that nobody chose; dtypes, reductions, layouts and scalings in turn.
+
+    Every scaling of ops whose shapes are not those of fused GEMMs is there.
+    """
     spec = get_op(op)
     if spec.rank_of_shape == 1:
         shapes: list[tuple[int, ...]] = [(n,) for n in (*NUMELS, *(int(2 ** shuffle.uniform(0, 20)) for _ in range(3)))]
     elif spec.rank_of_shape == 2:
-        shapes = [*MATRICES, (shuffle.randrange(1, 600), 8 * shuffle.randrange(1, 1024))]
+        shapes = [*MATRICES, (shuffle.randrange(1, 600), 128 * shuffle.randrange(1, 64))]
+    elif spec.rank_of_shape == 4:
+        shapes = [*ROUTED, (shuffle.randrange(1, 200), 128 * shuffle.randrange(1, 16), shuffle.randrange(1, 9), 36)]
     else:
         rows = [4 * shuffle.choice((1, 3, 7, 43, 171)) for _ in range(6)]
         others = [(m, 16 * shuffle.randrange(4, 130), 16 * shuffle.randrange(4, 130)) for m in rows]
         shapes = [(m * world_size, n, k) for m, n, k in (*PRODUCTS, *others)]
     dtypes = [dtype for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn") if dtype in spec.dtypes]
-    for number, shape in enumerate(shape for shape in shapes if math.prod(shape[:2]) <= most):
+    shapes = [shape for shape in shapes if math.prod(shape[:2]) <= most]
+    for number in range(max(len(shapes), len(spec.scalings) if spec.rank_of_shape != 3 else 0)):
+        shape = shapes[number % len(shapes)]
         dtype = dtypes[number // 2 % len(dtypes)] if number % 2 else dtypes[0]
         reductions = [r for r in ("sum", "avg") if r in spec.reductions] or [""]
         layouts = [layout for layout in spec.layouts if not layout.endswith("float64")]
         scalings = spec.scalings_of(dtype)
         yield Problem(
             op, shape, dtype, world_size, reduction=reductions[number % len(reductions)],
-            layout=layouts[5 * number % len(layouts)], scaling=scalings[number % len(scalings)],
+            layout=layouts[7 * number % len(layouts)], scaling=scalings[number % len(scalings)],
         )  # fmt: skip
 
 
@@ -297,6 +312,8 @@ def plan(
     num_configs, most = (CONFIGS, 1 << 23) if communicator.device.type == "cuda" else (1, 1 << 14)
     for name in names:
         entries = [Entry(variant) for variant in variants(name).values() if not only or variant.name in only]
+        if concurrent and get_op(name).rank_of_shape == 2:
+            most = MOST_BYTES // 8  # the norm has two outputs of the payload's dtype
         for problem in some_problems(name, communicator.world_size, shuffle, most):
             outputs = get_op(name).make_outputs(problem, "meta") if concurrent else ()
             if sum(output.nbytes for output in outputs) > MOST_BYTES:
@@ -310,18 +327,6 @@ def plan(
                 entry.planned += dict.fromkeys(in_both_lanes(planned)) if concurrent else planned
         found += entries
     return found
-
-
-def compile_all(entries: Sequence[Entry]) -> None:
-    """All binaries on all CPUs, on rank 0 of the host; the others find them in Triton's cache."""
-    if torch.cuda.is_available() and dist.get_rank() % int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 0:
-        major, minor = torch.cuda.get_device_capability()
-        with closing(CompilePool(max(1, len(os.sched_getaffinity(0)) - 1))) as pool:
-            for entry in entries:
-                for problem, candidate in entry.planned:
-                    pool.submit(entry.variant.compile_requests(problem, candidate.config_dict), 10 * major + minor)
-            pool.drain()
-    dist.barrier()
 
 
 def samples_of(entries: Sequence[Entry], device: torch.device, count: int) -> dict[tuple[Problem, str], list[Sample]]:
@@ -381,12 +386,11 @@ def launch_group(group: Sequence[Launch]) -> None:
     """Poison all outputs, launch all without anything between, judge all; nothing here waits for the device."""
     stream = int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_available() else 0
     for trial, _, room in group:
-        for output in trial.rooms[room]:
-            output.tensor.view(-1).view(torch.uint8).fill_(0xFF)
+        fill_sentinel([output.tensor for output in trial.rooms[room]])
     for trial, number, room in group:
         trial.launch(trial.samples[number].inputs, tuple(output.tensor for output in trial.rooms[room]), stream)
     for trial, number, room in group:
-        trial.samples[number].judge(trial.rooms[room], trial.wrong)
+        trial.samples[number].judge(trial.results(room), trial.wrong)
 
 
 @dataclass(eq=False, slots=True)
@@ -508,33 +512,26 @@ def run(
 
 
 def rows_of(communicator: Communicator, entries: Sequence[Entry], seconds: float) -> list[dict[str, Any]]:
-    """One a variant, with what any rank saw."""
+    """One a variant and scaling, with what any rank saw."""
     devices: list[str] = [""] * communicator.world_size
     mine = str(torch.cuda.get_device_properties(communicator.device).uuid) if communicator.device.type == "cuda" else ""
     dist.all_gather_object(devices, mine)
     gpus, run_columns = len(set(filter(None, devices))), of_run(communicator.environment)
     rows = []
     for entry in entries:
-        own = entry.trials
-        wrong = torch.tensor([sum(int(trial.wrong) for trial in own)], device=communicator.device)
-        dist.all_reduce(wrong)
-        reason = entry.reasons.most_common(1)[0][0] if entry.reasons and not own else ""
-        rows.append(
-            {
-                "op": entry.variant.op,
-                "variant": entry.variant.name,
-                "numerics": entry.variant.numerics,
-                "world_size": communicator.world_size,
-                "gpus": gpus,
-                "launches": sum(trial.count for trial in own),
-                "wrong": int(wrong),
-                "configs": len({trial.candidate for trial in own}),
-                "problems": len({trial.problem for trial in own}),
-                "not_run": reason,
-                "seconds": round(seconds, 1),
-                **run_columns,
-            }
-        )
+        reason = entry.reasons.most_common(1)[0][0] if entry.reasons and not entry.trials else ""
+        for scaling in sorted({trial.problem.scaling for trial in entry.trials}) or [""]:
+            own = [trial for trial in entry.trials if trial.problem.scaling == scaling]
+            wrong = torch.tensor([sum(int(trial.wrong) for trial in own)], device=communicator.device)
+            dist.all_reduce(wrong)
+            row = {
+                "op": entry.variant.op, "variant": entry.variant.name, "numerics": entry.variant.numerics,
+                "world_size": communicator.world_size, "gpus": gpus, "launches": sum(trial.count for trial in own),
+                "wrong": int(wrong), "configs": len({trial.candidate for trial in own}),
+                "problems": len({trial.problem for trial in own}), "not_run": reason, "seconds": round(seconds, 1),
+                **run_columns, "scaling": scaling,
+            }  # fmt: skip
+            rows.append(row)
     return rows
 
 
@@ -550,7 +547,7 @@ def stress(
     """The rows of one run of these ops, of these variants alone if some are named; torch.distributed is initialised."""
     communicator = get_communicator()
     entries = plan(communicator, names, random.Random(7), only, concurrent=concurrent)
-    compile_all(entries)
+    compile_all(planned for entry in entries for planned in entry.planned)
     shuffle, noise = random.Random(11), random.Random(1000 + dist.get_rank())
     if concurrent:
         lanes = lanes_of(communicator, entries, shuffle)
@@ -591,12 +588,13 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.hang_s, exit=True)
     start_group()
     kernels.discover()
-    names = args.op or [name for name in ops() if get_op(name).rank_of_shape < 3]
+    names = args.op or [name for name in ops() if get_op(name).rank_of_shape != 3]
     modes = {mode: getattr(args, mode) for mode in modes}
     rows = stress(names, args.launches, args.seconds, args.variant, **modes)
     if dist.get_rank() == 0:
         for row in rows:
-            sys.stdout.write("{op:20} {variant:18} {launches:>7} launches, {wrong} wrong {not_run}\n".format(**row))
+            named = f"{row['op']:20} {row['variant']:26} {row['scaling']:22}"
+            sys.stdout.write(f"{named} {row['launches']:>7} launches, {row['wrong']} wrong {row['not_run']}\n")
         if args.csv:
             append_rows(args.csv, rows, rows[0])
         launches, ranks = sum(row["launches"] for row in rows), dist.get_world_size()

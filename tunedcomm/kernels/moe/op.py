@@ -398,9 +398,10 @@ def _combined(inputs: Sequence[tuple[Any, ...]], rank: int, dtype_name: str) -> 
     """The weighted sum of a rank's tokens, of results in that dtype."""
     import torch
 
-    dtype = getattr(torch, dtype_name)
+    dtype, device = getattr(torch, dtype_name), inputs[rank][0].device
     rows = torch.stack([given[3][rank] for given in inputs])
-    parts = [torch.zeros(rows.shape[1], inputs[rank][0].shape[1], dtype=dtype) for _ in range(rows.shape[2])]
+    shape = rows.shape[1], inputs[rank][0].shape[1]
+    parts = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(rows.shape[2])]
     for k, part in enumerate(parts):
         for (results, *_), places in zip(inputs, rows[:, :, k].long(), strict=True):
             part[places >= 0] = results[places[places >= 0]].to(dtype)
