@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels.common.reference import reduced
 from tunedcomm.kernels.common.variant import VariantBase, all_gather_single
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem
@@ -23,25 +24,14 @@ _PIECE_BYTES = 16 << 20  # of a rank's input that are under way at once
 def sum_in_order(parts: torch.Tensor, reduction: str) -> torch.Tensor:
     """The reduction over the first extent, in rank order.
 
-    Floats are summed from +0.0 in fp32, or fp64 if they are that wide, and rounded once. The divisor of a mean is a
-    tensor on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs.
+    Floats are summed in fp32, or fp64 if they are that wide, and rounded once.
     """
     import torch
 
-    if reduction in ("max", "min"):
-        pick, found = torch.maximum if reduction == "max" else torch.minimum, parts[0]
-        for part in parts[1:]:
-            found = pick(found, part)
-        return found
-    is_float = parts.is_floating_point()
-    total = torch.zeros_like(
-        parts[0], dtype=torch.promote_types(parts.dtype, torch.float32) if is_float else parts.dtype
-    )
-    for part in parts:
-        total += part.to(total.dtype)
-    if reduction == "avg":
-        total = total / torch.full_like(total, len(parts))
-    return total.to(parts.dtype) + 0.0 if is_float else total  # a mean that rounds to −0.0 is written as +0.0
+    if reduction in ("max", "min") or not parts.is_floating_point():
+        return reduced(parts.unbind(), reduction, parts.dtype)
+    total = reduced(parts.unbind(), reduction, torch.promote_types(parts.dtype, torch.float32))
+    return total.to(parts.dtype) + 0.0  # a mean that rounds to −0.0 is written as +0.0
 
 
 def _scatter(rows: torch.Tensor, reduction: str, group: Any) -> torch.Tensor:

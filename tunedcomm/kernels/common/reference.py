@@ -42,7 +42,11 @@ def summands(numel: int, dtype_name: str, rank: int, seed: int, kind: str, devic
 
 
 def reduced(parts: Sequence[torch.Tensor], reduction: str, dtype: torch.dtype) -> torch.Tensor:
-    """All ranks' `parts` reduced in rank order in `dtype`."""
+    """All ranks' `parts` reduced in rank order in `dtype`, sums from +0.0.
+
+    The divisor of a mean is a tensor on purpose: PyTorch divides by numbers by multiplying with their reciprocals on
+    GPUs.
+    """
     import torch
 
     if reduction in ("max", "min"):
@@ -54,7 +58,7 @@ def reduced(parts: Sequence[torch.Tensor], reduction: str, dtype: torch.dtype) -
     total = torch.zeros_like(parts[0], dtype=dtype)
     for part in parts:
         total += part.to(dtype)
-    return total / len(parts) if reduction == "avg" else total
+    return total / torch.full_like(total, len(parts)) if reduction == "avg" else total
 
 
 def outputs_like(problem: Problem, device: Any) -> tuple[torch.Tensor]:
