@@ -5,6 +5,7 @@ Dispatch decides every call from a random database and a random `max_sms`, so th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections import Counter
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.dispatcher import decide, source_hash_of
+from tunedcomm.dispatch.dispatcher import source_hash_of
+from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, variants
@@ -29,7 +31,6 @@ _KINDS = (("bfloat16", ""), ("float8_e4m3fn", "rowwise"), ("float16", ""), ("flo
 _EXTRAS = {"ag_gemm": ("", "+gathered"), "gemm_ar": ("", "+bias"), "gemm_rs": ("", "+float32")}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODES = ("graph", "eager")
-_CALLS = 8  # that may turn out not to fit on a GPU
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -98,25 +99,22 @@ class Draws:
 
     def run(self, problem: Problem, inputs: Tensors) -> tuple[Candidate, Tensors]:
         """Make one call; the candidate, and the outputs: of all ranks where each has a share of the rows."""
-        outputs: Tensors = get_op(problem.op).make_outputs(problem, self.communicator.device)
-        stream = torch.cuda.current_stream().cuda_stream if outputs[0].is_cuda else 0
-        for _ in range(_CALLS):
-            snapshot = database(self.communicator, [problem], self.candidates, self.rng)
-            max_sms = self.rng.choice((None, None, 32, 4))
-            try:
-                limits = self.communicator.limits
-                chosen = decide(problem, snapshot, limits, policy="ordered", max_sms=max_sms).candidate
-                launch = self.communicator.bind(problem, chosen)
-            except InfeasibleError:
-                continue
-            launch(inputs, outputs, stream)
-            self.communicator.check_peers()
-            if problem.op not in ("reduce_scatter", "gemm_rs"):
-                return chosen, outputs
-            parts = [torch.empty_like(outputs[0]) for _ in range(problem.world_size)]
-            dist.all_gather(parts, outputs[0], group=self.communicator.group)
-            return chosen, (torch.cat(parts),)
-        raise AssertionError(f"nothing runs {problem}")
+        communicator = self.communicator
+        outputs: Tensors = get_op(problem.op).make_outputs(problem, communicator.device)
+        communicator.snapshot = database(communicator, [problem], self.candidates, self.rng)
+        plan = None
+        if max_sms := self.rng.choice((None, None, 32, 4)):
+            with contextlib.suppress(InfeasibleError):  # nothing is that small
+                plan = plan_for(communicator, problem, "ordered", max_sms)
+        plan = plan or plan_for(communicator, problem, "ordered")
+        plan.launch(inputs, outputs, torch.cuda.current_stream().cuda_stream if outputs[0].is_cuda else 0)
+        communicator.check_peers()
+        chosen = plan.decision.candidate
+        if problem.op not in ("reduce_scatter", "gemm_rs"):
+            return chosen, outputs
+        parts = [torch.empty_like(outputs[0]) for _ in range(problem.world_size)]
+        dist.all_gather(parts, outputs[0], group=communicator.group)
+        return chosen, (torch.cat(parts),)
 
 
 def some_candidates(

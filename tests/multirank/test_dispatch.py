@@ -25,6 +25,7 @@ from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import get_communicator, limits_for
 from tunedcomm.hardware import detect
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, candidates, get_variant, register_variant, variants
 from tunedcomm.symm.layout import LaneLayout
 
@@ -376,6 +377,35 @@ def test_a_plan_that_cannot_be_bound(rank: int) -> None:
             with pytest.raises(tunedcomm.InfeasibleError, match="do not fit on 1 SM"):
                 with tunedcomm.force("all_reduce", context) if context else contextlib.nullcontext():
                     tunedcomm.all_reduce(x, numerics=policy)
+    finally:
+        register_variant(real)
+        tunedcomm.release_communicators()
+    check_tuned(rank, SMALL, "lamport", "exact")
+
+
+def test_a_grid_that_does_not_fit_gives_way_to_a_smaller_one(rank: int) -> None:
+    """Where the policy does not admit the library."""
+    real = get_variant("all_reduce", "lamport")
+    assert int(tuned_config(real.name, MIDDLE)["num_blocks"]) > 1
+
+    def bind(problem: Problem, config: Any, workspace: Any) -> Any:
+        if config["num_blocks"] > 1:
+            raise tunedcomm.InfeasibleError("its blocks do not fit on 2 SMs")
+        return real.bind(problem, config, workspace)
+
+    register_variant(dataclasses.replace(real, bind=bind))
+    communicator = get_communicator()
+    communicator.forget_plans()
+    communicator.limits = dataclasses.replace(communicator.limits, num_sms=2)
+    rows = [row for row in communicator.snapshot.rows if row.candidate.variant == real.name]
+    communicator.snapshot = Snapshot(environment=communicator.environment, world_size=WORLD_SIZE, rows=tuple(rows))
+    try:
+        x, expected = inputs_of(rank, WORLD_SIZE, MIDDLE)
+        with logged() as warnings:
+            name, out = ran(lambda: tunedcomm.all_reduce(x, numerics="ordered"))
+        assert name != "library"
+        assert same_bits(out, expected)
+        assert "do not fit on 2 SMs" in str(warnings)
     finally:
         register_variant(real)
         tunedcomm.release_communicators()

@@ -35,7 +35,7 @@ from tunedcomm.dispatch.dispatcher import (
     forced_ops,
     note_force_mode,
 )
-from tunedcomm.dispatch.launches import Launch, fault_of, fresh_copies, no_intercept, norm_of
+from tunedcomm.dispatch.launches import SHARE_OF_EAGER, Launch, fault_of, fresh_copies, no_intercept, norm_of
 from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError, WrongResultError
 from tunedcomm.selection.select import Decision
 from tunedcomm.space import Value
@@ -64,7 +64,7 @@ class Plan:
 
 
 def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None = None) -> Plan:
-    """Decide and bind; a choice that turns out not to fit on the GPU gives way to the library, on every rank alike.
+    """Decide and bind, on every rank alike.
 
     Raises:
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
@@ -75,22 +75,37 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
             f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
         )
-    candidate, source = decision.candidate, decision.source
-    try:
-        launch = communicator.bind(problem, candidate)
-    except InfeasibleError as error:
-        if decision.source == "forced" or not admits(policy, "library"):
-            raise
-        logger.warning("%s goes to the library: %s", problem, error)
-        decision = _library_instead(decision, str(error))
-        candidate = decision.candidate
-        launch = communicator.bind(problem, candidate)
+    source = decision.source
+    decision, launch = bound(communicator, problem, decision, policy, max_sms)
+    candidate = decision.candidate
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
     counter = misses.counter(communicator, problem, source, policy)
     launch = communicator.guarded(problem, launch, counter=counter)
     if communicator.settings.check[0] and problem.mode == "eager" and candidate.variant != "library":
         launch = _checked(communicator, problem, candidate, policy, launch)
     return Plan(problem, decision, launch, candidate.variant != "library", policy)
+
+
+def bound(
+    communicator: Communicator, problem: Problem, decision: Decision, policy: NumericsPolicy, max_sms: int | None = None
+) -> tuple[Decision, Launch]:
+    """The launch of what was decided; what turns out not to fit on the GPU gives way to the library.
+
+    Where the policy does not admit that, a candidate that takes no more of the GPU than eager calls may follows.
+
+    Raises:
+        InfeasibleError: neither fits, or the candidate is forced.
+    """
+    try:
+        return decision, communicator.bind(problem, decision.candidate)
+    except InfeasibleError as error:
+        few = int(SHARE_OF_EAGER * communicator.limits.num_sms)
+        admitted = admits(policy, "library")
+        if decision.source == "forced" or not (admitted or 0 < few < (max_sms or few + 1)):
+            raise
+        logger.warning("%s goes to %s: %s", problem, "the library" if admitted else "a smaller grid", error)
+        instead = _library_instead(decision, str(error)) if admitted else _decision(communicator, problem, policy, few)
+        return instead, communicator.bind(problem, instead.candidate)
 
 
 def _checked(
