@@ -312,9 +312,9 @@ def plan(
     num_configs, most = (CONFIGS, 1 << 23) if communicator.device.type == "cuda" else (1, 1 << 14)
     for name in names:
         entries = [Entry(variant) for variant in variants(name).values() if not only or variant.name in only]
-        if concurrent and get_op(name).rank_of_shape == 2:
-            most = MOST_BYTES // 8  # the norm has two outputs of the payload's dtype
-        for problem in some_problems(name, communicator.world_size, shuffle, most):
+        # The norm has two outputs of the payload's dtype.
+        largest = MOST_BYTES // 8 if concurrent and get_op(name).rank_of_shape == 2 else most
+        for problem in some_problems(name, communicator.world_size, shuffle, largest):
             outputs = get_op(name).make_outputs(problem, "meta") if concurrent else ()
             if sum(output.nbytes for output in outputs) > MOST_BYTES:
                 continue
