@@ -581,7 +581,7 @@ class SlotVariant(tiles.GemmVariant):
     """
 
     op = "gemm_ar"
-    space = tiles.tile_space(num_blocks=Choice(1, 2, 64, 128, 132, 264))
+    space = tiles.tile_space(num_blocks=Choice(1, 2, 4, 8, 16, 32, 64, 128, 132, 264))
     scatters = True  # partial tiles lie in their owner's panels, one of every rank
     gathers = True  # sums lie behind the partial tiles, and are copied to the result
 
