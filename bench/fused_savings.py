@@ -5,7 +5,7 @@
 Of every form, candidates with at most --blocks blocks are timed briefly; the fastest then takes turns with the others:
 
 - `all_reduce_rms_norm` with a scale a row and with one for 128 columns, beside the norm that does not quantise
-  (`plain`), and beside that followed by a kernel of PyTorch's compiler that quantises (`plain+quantise`);
+  (`plain`), beside a kernel of PyTorch's compiler that quantises (`quantise`), and beside both (`plain+quantise`);
 - `ep_dispatch` and `ep_combine` (`fused`), beside two calls of `all_to_all_v` with PyTorch's permutations, compiled
   (`all_to_all_v`). Those move a token once for each of its experts, and the counts, which `all_to_all_v` wants on the
   host, are given to them.
@@ -160,6 +160,8 @@ def compare_norms(bench: Bench, tokens: int, hidden: int) -> None:
         assert (again - outputs[0].float()).norm() <= 0.05 * outputs[0].float().norm(), "not what is compared"
         assert torch.allclose(scales, fused.outputs[2]), "the scales differ"
         cases[scaling] = fused
+        alone = partial(lambda compiled, inputs, outputs, stream: compiled(outputs[0]), compiled)
+        cases[f"quantise {scaling}"] = Case(problem, "", alone, outputs=outputs)
         cases[f"plain+quantise {scaling}"] = basic._replace(problem=problem, launch=in_two)
     bench.compare(cases)
 

@@ -238,15 +238,32 @@ def _size(low, high):
 
 
 @triton.jit
-def _largest_of_group(value, WIDE: tl.constexpr):
-    """Maximum over each 16 neighbours, 32 if WIDE, which all of them get."""
+def _sum_of_row(value, BLOCK: tl.constexpr):
+    """`row_sum`, faster: each lane reads its warp's sum where that lies in a bank of its own.
+
+    Not for the basic forms, whose compiled code is what was measured.
+    """
+    value = _butterfly(value)
+    if BLOCK > 32:
+        lane = tl.arange(0, BLOCK) & 31
+        total = tl.gather(value, tl.where(lane * 32 < BLOCK, lane * 33, 0), 0)
+        total = tl.where(lane * 32 < BLOCK, total, 0.0)
+        for k in tl.static_range(1, BLOCK // 1024):
+            total += tl.gather(value, lane * 33 + k * 1024, 0)
+        value = _butterfly(total)
+    return value
+
+
+@triton.jit
+def _largest_of_16(value):
+    """Maximum over each 16 neighbours, which all of them get."""
     if INTERPRET:
         lanes = tl.arange(0, value.shape[0])
-        for step in tl.static_range(5 if WIDE else 4):
+        for step in tl.static_range(4):
             value = tl.maximum(value, tl.gather(value, lanes ^ (1 << step), 0))
         return value
     else:
-        value = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             """{
             .reg .s32 other;
             mov.s32 $0, $1;
@@ -265,20 +282,30 @@ def _largest_of_group(value, WIDE: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-        if WIDE:
-            value = tl.inline_asm_elementwise(
-                """{
-                .reg .s32 other;
-                shfl.sync.bfly.b32 other, $1, 16, 31, 0xffffffff;
-                max.s32 $0, $1, other;
-                }""",
-                "=&r,r",
-                [value],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+
+
+@triton.jit
+def _largest_of_32(value):
+    """Maximum over each 32 neighbours, which all of them get."""
+    if INTERPRET:
+        lanes = tl.arange(0, value.shape[0])
+        for step in tl.static_range(5):
+            value = tl.maximum(value, tl.gather(value, lanes ^ (1 << step), 0))
         return value
+    else:
+        return tl.inline_asm_elementwise(
+            "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _largest_of_row(value, BLOCK: tl.constexpr):
+    """Maximum over the row; warps read each other's as in `_sum_of_row`."""
+    value = _largest_of_32(value)
+    if BLOCK > 32:
+        warp = tl.arange(0, BLOCK // 32)
+        value = tl.gather(value, warp * 32 + (warp & 31), 0)
+    return tl.max(value, 0)
 
 
 @triton.jit
@@ -344,7 +371,7 @@ def finish_form(
     squares = tl.where(mask, squares, 0.0)
     PER: tl.constexpr = 4 if DTYPE == "float32" else 8
     hidden = tl.zeros((BLOCK,), tl.float32) + (row * PER).to(tl.float32)
-    mean = tl.div_rn(row_sum(squares, BLOCK), hidden)
+    mean = tl.div_rn(_sum_of_row(squares, BLOCK), hidden)
     root = tl.sqrt_rn(mean + eps.to(tl.int32).to(tl.float32, bitcast=True))
     factor = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), root)
     add = offset.to(tl.int32).to(tl.float32, bitcast=True)
@@ -370,13 +397,13 @@ def finish_form(
             largest = tl.where(mask, largest, 0)
             place = scales + number * row_step * 4
             if QUANTIZE == "token":
-                made = _scale_of(tl.max(largest, 0), POW2)
+                made = _scale_of(_largest_of_row(largest, BLOCK), POW2)
                 tl.store(place.to(tl.pointer_type(tl.float32)), made, mask=live)
                 inverse = tl.div_rn(1.0, made)
             else:
                 WIDE: tl.constexpr = DTYPE == "float32"
                 PACKETS: tl.constexpr = 32 if WIDE else 16
-                made = _scale_of(_largest_of_group(largest, WIDE), POW2)
+                made = _scale_of(_largest_of_32(largest) if WIDE else _largest_of_16(largest), POW2)
                 at = tl.arange(0, BLOCK)
                 places = (place + (at // PACKETS) * scale_step * 4).to(tl.pointer_type(tl.float32))
                 tl.store(places, made, mask=mask & (at % PACKETS == 0))
