@@ -219,7 +219,7 @@ def some_problems(op: str, world_size: int, shuffle: random.Random, most: int) -
         shapes = [(m * world_size, n, k) for m, n, k in (*PRODUCTS, *others)]
     dtypes = [dtype for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn") if dtype in spec.dtypes]
     shapes = [shape for shape in shapes if math.prod(shape[:2]) <= most]
-    for number in range(max(len(shapes), len(spec.scalings) if spec.rank_of_shape != 3 else 0)):
+    for number in range(max(len(shapes), 2 * len(spec.scalings) if spec.rank_of_shape != 3 else 0)):
         shape = shapes[number % len(shapes)]
         dtype = dtypes[number // 2 % len(dtypes)] if number % 2 else dtypes[0]
         reductions = [r for r in ("sum", "avg") if r in spec.reductions] or [""]
