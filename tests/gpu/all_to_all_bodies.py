@@ -97,7 +97,7 @@ def uneven_body() -> dict[str, object]:
             wanted = torch.cat([sent[r].split(rows[r])[rank] for r in range(world_size)])
             recv = [rows[r][rank] for r in range(world_size)]
             for name in sorted(variants("all_to_all_v")):
-                with tunedcomm.force("all_to_all_v", name):
+                with tunedcomm.force("all_to_all_v", name), contextlib.suppress(tunedcomm.InfeasibleError):
                     out = tunedcomm.all_to_all_v(sent[rank], rows[rank], recv, max_count=most)
                     assert torch.equal(out, wanted), (most, columns, name)
                     torch.cuda.synchronize()
