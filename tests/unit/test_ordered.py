@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from db_samples import H200
 from quick import some
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tunedcomm import kernels
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.kernels.common.reference import reduced
 from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Problem, get_variant
@@ -39,6 +42,13 @@ def test_sums_of_any_size_and_dtype(op: str, ranks: int) -> None:
         assert decided(op, (1001,), ranks, dtype, reduction=reduction).candidate.variant == "in_order"
 
 
+def test_a_mean_is_divided_by_a_tensor() -> None:
+    """PyTorch multiplies with the reciprocal of a number on GPUs, and kernels divide."""
+    graph = make_fx(lambda x: reduced([x] * 3, "avg", torch.float32))(torch.ones(2)).graph
+    (division,) = (node for node in graph.nodes if "div" in str(node.target))
+    assert all(isinstance(given, torch.fx.Node) for given in division.args)
+
+
 @pytest.mark.parametrize("shape", some(ROWS, 2), ids=str)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_rows_of_any_length(shape: tuple[int, int], ranks: int) -> None:
@@ -56,6 +66,7 @@ def test_products_of_any_number_of_rows(rows: int, dtype: str) -> None:
     for ranks in (2, 8):
         for op, shape, reduction in (
             ("gemm_ar", (rows, 8192, 2048), "sum"),
+            ("gemm_ar", (rows, 1040, 7168), "sum"),
             ("gemm_rs", (rows * ranks, 8192, 2048), "sum"),
             ("ag_gemm", (rows * ranks, 2048, 8192), ""),
         ):
