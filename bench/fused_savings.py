@@ -221,17 +221,17 @@ def compare_experts(bench: Bench, shape: tuple[int, int, int, int]) -> None:
     target[order] = (by_expert - rank * local) * capacity + number - torch.searchsorted(by_expert, by_expert)
     there, home = (torch.empty(sum(rows), hidden, dtype=x.dtype, device=device) for rows in (recv, send))
     spread, summed = torch.empty_like(outputs[0]).view(-1, hidden), torch.empty_like(y)
-    to, fro = (torch.tensor([count * hidden for count in given]) for given in (send, recv))
-    exchange = bench.best(moved, (home.clone(), to, fro), (there,))
+    sent, received = (torch.tensor([count * hidden for count in given]) for given in (send, recv))
+    exchange = bench.best(moved, (home.clone(), sent, received), (there,))
     packed, weighed = torch.compile(pack, dynamic=False), torch.compile(weigh, dynamic=False)
     gathered = torch.compile(lambda rows, target: rows[target], dynamic=False)
     scattered = torch.compile(lambda rows, target, got: rows.index_copy_(0, target, got), dynamic=False)
 
     def in_parts(inputs: Tensors, outputs: Tensors, stream: int) -> None:
         rows, place = packed(x, ids)
-        exchange.launch((rows, to, fro), (there,), stream)
+        exchange.launch((rows, sent, received), (there,), stream)
         scattered(spread, target, there)
-        exchange.launch((gathered(spread, target), fro, to), (home,), stream)
+        exchange.launch((gathered(spread, target), received, sent), (home,), stream)
         summed.copy_(weighed(home, place, weights))
 
     cases = {
