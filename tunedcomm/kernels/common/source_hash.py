@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -24,7 +25,7 @@ import linecache
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tunedcomm.spec import Variant
@@ -79,26 +80,28 @@ def _digest(definition: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@functools.lru_cache(maxsize=64)
-def _definitions(lines: tuple[str, ...]) -> dict[int | str, ast.FunctionDef | ast.ClassDef]:
-    """Functions of a module by their first line (a decorator's, if they have one) and classes by name."""
-    found: dict[int | str, ast.FunctionDef | ast.ClassDef] = {}
-    for node in ast.parse("".join(lines)).body:
-        if isinstance(node, ast.FunctionDef):
-            found[min([node.lineno, *(part.lineno for part in node.decorator_list)])] = node
-        elif isinstance(node, ast.ClassDef):
-            found[node.name] = node
-    return found
-
-
+@functools.cache
 def _syntax(definition: Any) -> ast.FunctionDef | ast.ClassDef:
-    lines = tuple(linecache.getlines(inspect.getsourcefile(definition) or "", _globals(definition)))
-    key = definition.__qualname__ if inspect.isclass(definition) else definition.__code__.co_firstlineno
-    found: ast.stmt | None = _definitions(lines).get(key)
-    if found is None:  # defined inside of another function
+    """What defines a function or class; of a function of a module its lines alone are parsed."""
+    found: ast.stmt | None = None
+    if inspect.isfunction(definition):
+        lines = linecache.getlines(inspect.getsourcefile(definition) or "", _globals(definition))
+        with contextlib.suppress(SyntaxError):
+            found = ast.parse("".join(_lines_of(lines[definition.__code__.co_firstlineno - 1 :]))).body[0]
+    if found is None:  # a class, or defined inside of another function
         found = ast.parse(textwrap.dedent(inspect.getsource(definition))).body[0]
     assert isinstance(found, (ast.FunctionDef, ast.ClassDef))
     return found
+
+
+def _lines_of(lines: Iterable[str]) -> Iterator[str]:
+    """Lines of the function that the first ones begin, with its decorators."""
+    inside = False
+    for line in lines:
+        if inside and line[0] not in " \t\n)#":
+            return
+        inside = inside or line.startswith("def ")
+        yield line
 
 
 def _globals(definition: Any) -> dict[str, Any]:
