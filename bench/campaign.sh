@@ -4,7 +4,7 @@
 #   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
 #
 # Stages: tune_OP bench_OP stress_OP with OP any op; bodies_OP models_OP half_OP with OP one of ag_gemm, gemm_rs,
-# gemm_ar; hot_path large norms bodies bench_all llama; stress (of all collectives), replays (of graphs of
+# gemm_ar; hot_path large norms forms experts autotune regret bodies bench_all llama; stress (of all collectives), replays (of graphs of
 # them); under MPS with N=1 PER_GPU=2 concurrent (grids of at most 16 blocks), savings. N is the number of GPUs (4).
 # With PER_GPU=2 two ranks share each, which shows whether N*2 ranks are right where fewer GPUs are at hand, and no times
 # worth keeping. A stage that fails or runs over its time is said and the next one begins. NVLink multicast stays off:
@@ -65,6 +65,24 @@ large() {
 norms() {
   tune 60 norms --op all_reduce_rms_norm --shape 512x8192,1024x8192,2048x8192,4096x8192 --budget 45s
   bench 60 norms --op all_reduce_rms_norm --shape 1x8192,8x8192,64x8192,128x8192,512x8192,1024x8192,2048x8192,4096x8192
+}
+forms() { # of norms that quantise; each at the sizes of `norms`, and 5120 wide
+  local shapes scaling; shapes=$(printf '%sx8192,' 1 8 64 128 512 1024 2048 4096; printf '%sx5120,' 1 64 512 4096)
+  tune 300 forms --op all_reduce_rms_norm --scaling token,group128 --shape "${shapes%,}" --budget 240s
+  for scaling in token group128; do bench 90 forms --op all_reduce_rms_norm --scaling "$scaling" --shape "${shapes%,}"; done
+}
+experts() {
+  local op shapes=1x7168x8x256,16x7168x8x256,64x7168x8x64,128x7168x8x256,1024x7168x8x256,4096x7168x8x256,128x4096x8x128,4096x4096x8x128
+  for op in ep_dispatch ep_combine; do
+    tune 240 experts --op $op --shape $shapes --budget 180s
+    bench 120 experts --op $op --shape $shapes
+  done
+}
+regret() {
+  tunedcomm 200 regret tune --op all_reduce --db "$DIR/base.db"
+  cp "$DIR/base.db" "$DIR/odd.db"
+  tunedcomm 300 regret tune --op all_reduce --shape "$(python3 bench/regret.py sizes)" --db "$DIR/odd.db"
+  ranks 200 regret bench/regret.py measure --base "$DIR/base.db" --tuned "$DIR/odd.db" --csv "$DIR/regret.csv"
 }
 
 gemm_bodies() {
@@ -141,7 +159,8 @@ for stage in "$@"; do
     stress) stress stress 300 ;;
     replays) stress replays 200 --graph ;;
     llama) ranks 300 llama bench/llama_tp.py --csv "$DIR/llama.csv" ;;
-    hot_path | large | norms | concurrent | savings) $stage ;;
+    autotune) ranks 200 autotune bench/autotune.py --budget 3 --csv "$DIR/autotune.csv" ;;
+    hot_path | large | norms | forms | experts | regret | concurrent | savings) $stage ;;
     *) say "no such stage: $stage"; exit 2 ;;
   esac
 done

@@ -180,7 +180,7 @@ class Bencher:
                 one.run()
                 if self._stream is not None:
                     self._stream.synchronize()
-                error = _error(contender.results, due)
+                error = _error(get_op(problem.op).cleared(problem, (), contender.results)[1], due)
             except Exception as raised:
                 if not contender.is_peer:
                     raise

@@ -44,7 +44,7 @@ SweptPlace: TypeAlias = Literal["no", "yes", "both"]
 OpOption: TypeAlias = Annotated[str, typer.Option("--op", help="Op, e.g. all_reduce.")]
 OnlyOpOption: TypeAlias = Annotated[str | None, typer.Option("--op", help="Only this op.")]
 LayoutOption: TypeAlias = Annotated[str | None, typer.Option(help="Layout; by default the op's first (docs/ops.md).")]
-ScalingOption: TypeAlias = Annotated[str | None, typer.Option(help="Of fp8: rowwise (the default) or tensorwise.")]
+ScalingOption: TypeAlias = Annotated[str | None, typer.Option(help="Of fp8; by default rowwise (docs/ops.md).")]
 HardwareOption: TypeAlias = Annotated[
     str | None,
     typer.Option(help="Stored hardware to answer for: part of its name, or first digits of its digest."),
