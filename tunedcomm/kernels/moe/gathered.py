@@ -1,30 +1,60 @@
-"""host_unfused: ep_dispatch of CPU tensors by the all_gather over the ring in shared memory.
+"""host_unfused, copy_engine: ep_dispatch by an all_gather of all tokens, of which PyTorch takes those that are due.
 
-Numerics: ordered (bits are moved).
+Every token goes to every rank, also where it has no expert: with 8 experts a token one in ten on 4 ranks. No rank needs
+to know sizes before it sends, so copy engines can move large shards beside the experts' GEMMs and take no SMs; CPU
+tensors go through the ring in shared memory.
+
+Numerics: ordered (bits are moved). Graph-safe.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from tunedcomm.kernels.all_gather.copy_engine import CopyEngine
 from tunedcomm.kernels.all_gather.host import HostOneShot
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import HostComposed
-from tunedcomm.kernels.common.variant import Workspace
+from tunedcomm.kernels.common.variant import Collective, ComposedVariant, Workspace
 from tunedcomm.kernels.moe.op import dispatch_by, sizes_of
 from tunedcomm.space import Config
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Limits, Problem
+
+_LEAST_SHARD = 1 << 20  # bytes: below it PyTorch's operators take longer than any push
 
 
-class DispatchHost(HostComposed, registered=True):
+class _Gathered(ComposedVariant):
     op = "ep_dispatch"
-    summary = "CPU tensors: all_gather in shared memory, then PyTorch operators that sort"
-    algorithms = {"one_shot": HostOneShot.variant}  # noqa: RUF012 - never changed
 
     def asked(self, problem: Problem) -> Problem:
+        """The gather of the tokens as they are sent, with their ids."""
         s = sizes_of(problem)
         return replace(problem, shape=(s.tokens * (s.wire_bytes + 4 * s.topk),), dtype="uint8", layout="", scaling="")
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         launch = self.collectives(problem, config)[0].bind(workspace)
-        return dispatch_by(lambda everyone, own: launch((own,), (everyone,), 0), problem, workspace)
+        return dispatch_by(lambda everyone, own, stream: launch((own,), (everyone,), stream), problem, workspace)
+
+
+class DispatchHost(_Gathered, HostComposed, registered=True):
+    summary = "CPU tensors: all_gather in shared memory, then PyTorch operators that sort"
+    algorithms = {"one_shot": HostOneShot.variant}  # noqa: RUF012 - never changed
+
+
+class DispatchCopyEngine(_Gathered, registered=True):
+    name = "copy_engine"
+    summary = "copy engines move all tokens to all ranks, then PyTorch operators sort; for large shards"
+    kernels = CopyEngine.kernels
+    space = CopyEngine.space
+
+    def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
+        return (Collective.of(CopyEngine.variant, self.asked(problem), config),)
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if limits.backend == "cuda" and (nbytes := self.asked(problem).nbytes) < _LEAST_SHARD:
+            return f"a shard of {nbytes} bytes is too small for copy engines to pay"
+        return None
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        return {**CopyEngine.variant.default(self.asked(problem), limits)}

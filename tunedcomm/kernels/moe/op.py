@@ -483,9 +483,9 @@ register_op(
 
 
 def dispatch_by(
-    gather: Callable[[torch.Tensor, torch.Tensor], object], problem: Problem, workspace: Workspace
+    gather: Callable[[torch.Tensor, torch.Tensor, int], object], problem: Problem, workspace: Workspace
 ) -> Launch:
-    """A launch of ep_dispatch: `gather(all, own)` collects all tokens, PyTorch takes those of this rank's experts."""
+    """A launch of ep_dispatch: `gather(all, own, stream)` collects all tokens, PyTorch takes this rank's experts'."""
     import torch.distributed as dist
 
     overflow, rank = Overflow.of(workspace.group, workspace.device), dist.get_rank(workspace.group)
@@ -495,7 +495,7 @@ def dispatch_by(
         x, ids, *rest = inputs
         wire = wire_rows(x, ids, problem)
         everyone = wire.new_empty(problem.world_size * wire.shape[0], wire.shape[1])
-        gather(everyone, wire)
+        gather(everyone, wire, stream)
         code = unpack(everyone, rank, problem, outputs, int(rest[0]) if rest else ALIGNMENT)
         overflow.note(code, bound_of(problem, outputs[0]), workspace)
 
@@ -510,7 +510,8 @@ class DispatchLibrary(LibraryVariant, registered=True):
     summary = "all_gather of NCCL (gloo on CPUs), and PyTorch operators that sort"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        return dispatch_by(functools.partial(all_gather_single(), group=workspace.group), problem, workspace)
+        gather, group = all_gather_single(), workspace.group
+        return dispatch_by(lambda everyone, own, stream: gather(everyone, own, group=group), problem, workspace)
 
 
 class CombineLibrary(LibraryVariant, registered=True):
