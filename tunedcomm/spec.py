@@ -262,8 +262,9 @@ class OpSpec:
     )
 
     def tolerance_of(self, problem: Problem) -> float:
-        """The tolerance for a problem; 0 where nothing may differ."""
-        return self.tolerance.get(problem.scaling.partition("+")[0] or problem.dtype, 0.0)
+        """The tolerance for a problem, of the results' dtype where the layout names one; 0 where nothing may differ."""
+        named = (problem.scaling.partition("+")[0] or problem.dtype, *problem.layout.split("+")[1:])
+        return max(self.tolerance.get(name, 0.0) for name in named)
 
     def scalings_of(self, dtype: str) -> tuple[str, ...]:
         """Values of `Problem.scaling` for payloads of `dtype`, the usual one first: fp8 operands have scales."""

@@ -30,7 +30,8 @@ class _Gathered(ComposedVariant):
     def asked(self, problem: Problem) -> Problem:
         """The gather of the tokens as they are sent, with their ids."""
         s = sizes_of(problem)
-        return replace(problem, shape=(s.tokens * (s.wire_bytes + 4 * s.topk),), dtype="uint8", layout="", scaling="")
+        shape = (s.tokens * (s.wire_bytes + 4 * s.topk),)
+        return replace(problem, shape=shape, dtype="uint8", layout="", scaling="", input_kind="plain")
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         launch = self.collectives(problem, config)[0].bind(workspace)

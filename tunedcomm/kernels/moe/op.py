@@ -488,7 +488,7 @@ def dispatch_by(
     """A launch of ep_dispatch: `gather(all, own, stream)` collects all tokens, PyTorch takes this rank's experts'."""
     import torch.distributed as dist
 
-    overflow, rank = Overflow.of(workspace.group, workspace.device), dist.get_rank(workspace.group)
+    overflow = Overflow.of(workspace.group, workspace.device)
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         # No `overflow.check` here: a rank that raised while others do not yet know would leave them in the collective.
@@ -496,7 +496,8 @@ def dispatch_by(
         wire = wire_rows(x, ids, problem)
         everyone = wire.new_empty(problem.world_size * wire.shape[0], wire.shape[1])
         gather(everyone, wire, stream)
-        code = unpack(everyone, rank, problem, outputs, int(rest[0]) if rest else ALIGNMENT)
+        alignment = int(rest[0]) if rest else ALIGNMENT
+        code = unpack(everyone, dist.get_rank(workspace.group), problem, outputs, alignment)
         overflow.note(code, bound_of(problem, outputs[0]), workspace)
 
     return run
