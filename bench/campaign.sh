@@ -4,8 +4,9 @@
 #   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
 #
 # Stages: tune_OP bench_OP stress_OP with OP any op; bodies_OP models_OP half_OP with OP one of ag_gemm, gemm_rs,
-# gemm_ar; hot_path large norms forms experts autotune regret bodies bench_all llama; stress (of all collectives), replays (of graphs of
-# them); under MPS with N=1 PER_GPU=2 concurrent (grids of at most 16 blocks), savings. N is the number of GPUs (4).
+# gemm_ar; hot_path large norms forms experts autotune regret bodies bench_all llama; stress (of all collectives),
+# replays (of graphs of them); under MPS with N=1 PER_GPU=2 concurrent (grids of at most 16 blocks), savings. N is the
+# number of GPUs (4).
 # With PER_GPU=2 two ranks share each, which shows whether N*2 ranks are right where fewer GPUs are at hand, and no times
 # worth keeping. A stage that fails or runs over its time is said and the next one begins. NVLink multicast stays off:
 # creating a multicast object has taken shared hosts out of service.

@@ -255,13 +255,17 @@ def _sum_of_row(value, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _largest_of_16(value):
-    """Maximum over each 16 neighbours, which all of them get."""
+def _largest_of_group(value, WIDE: tl.constexpr):
+    """Maximum over each 16 neighbours, 32 if WIDE, which all of them get."""
     if INTERPRET:
         lanes = tl.arange(0, value.shape[0])
-        for step in tl.static_range(4):
+        for step in tl.static_range(5 if WIDE else 4):
             value = tl.maximum(value, tl.gather(value, lanes ^ (1 << step), 0))
         return value
+    elif WIDE:
+        return tl.inline_asm_elementwise(
+            "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
     else:
         return tl.inline_asm_elementwise(
             """{
@@ -285,23 +289,9 @@ def _largest_of_16(value):
 
 
 @triton.jit
-def _largest_of_32(value):
-    """Maximum over each 32 neighbours, which all of them get."""
-    if INTERPRET:
-        lanes = tl.arange(0, value.shape[0])
-        for step in tl.static_range(5):
-            value = tl.maximum(value, tl.gather(value, lanes ^ (1 << step), 0))
-        return value
-    else:
-        return tl.inline_asm_elementwise(
-            "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def _largest_of_row(value, BLOCK: tl.constexpr):
     """Maximum over the row; warps read each other's as in `_sum_of_row`."""
-    value = _largest_of_32(value)
+    value = _largest_of_group(value, True)
     if BLOCK > 32:
         warp = tl.arange(0, BLOCK // 32)
         value = tl.gather(value, warp * 32 + (warp & 31), 0)
@@ -403,7 +393,7 @@ def finish_form(
             else:
                 WIDE: tl.constexpr = DTYPE == "float32"
                 PACKETS: tl.constexpr = 32 if WIDE else 16
-                made = _scale_of(_largest_of_32(largest) if WIDE else _largest_of_16(largest), POW2)
+                made = _scale_of(_largest_of_group(largest, WIDE), POW2)
                 at = tl.arange(0, BLOCK)
                 places = (place + (at // PACKETS) * scale_step * 4).to(tl.pointer_type(tl.float32))
                 tl.store(places, made, mask=mask & (at % PACKETS == 0))

@@ -82,11 +82,11 @@ def _digest(definition: Any) -> str:
 
 @functools.cache
 def _syntax(definition: Any) -> ast.FunctionDef | ast.ClassDef:
-    """What defines a function or class; of a function of a module its lines alone are parsed."""
+    """Parse the source of a function or class."""
     found: ast.stmt | None = None
     if inspect.isfunction(definition):
         lines = linecache.getlines(inspect.getsourcefile(definition) or "", _globals(definition))
-        with contextlib.suppress(SyntaxError):
+        with contextlib.suppress(SyntaxError):  # its own lines alone: modules are long
             found = ast.parse("".join(_lines_of(lines[definition.__code__.co_firstlineno - 1 :]))).body[0]
     if found is None:  # a class, or defined inside of another function
         found = ast.parse(textwrap.dedent(inspect.getsource(definition))).body[0]
@@ -95,7 +95,7 @@ def _syntax(definition: Any) -> ast.FunctionDef | ast.ClassDef:
 
 
 def _lines_of(lines: Iterable[str]) -> Iterator[str]:
-    """Lines of the function that the first ones begin, with its decorators."""
+    """Take a module's lines from a function's first decorator to its end."""
     inside = False
     for line in lines:
         if inside and line[0] not in " \t\n)#":
