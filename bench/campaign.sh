@@ -72,11 +72,16 @@ forms() { # of norms that quantise; each at the sizes of `norms`, and 5120 wide
   tune 300 forms --op all_reduce_rms_norm --scaling token,group128 --shape "${shapes%,}" --budget 240s
   for scaling in token group128; do bench 90 forms --op all_reduce_rms_norm --scaling "$scaling" --shape "${shapes%,}"; done
 }
-experts() {
-  local op shapes=1x7168x8x256,16x7168x8x256,64x7168x8x64,128x7168x8x256,1024x7168x8x256,4096x7168x8x256,128x4096x8x128,4096x4096x8x128
+experts() { # decode in the layout of fixed shapes, prefill sorted by expert
+  local op layout shapes few=1x7168x8x256,16x7168x8x256,64x7168x8x64,64x7168x8x256,128x7168x8x256,128x4096x8x128
   for op in ep_dispatch ep_combine; do
-    tune 240 experts --op $op --shape $shapes --budget 180s
-    bench 120 experts --op $op --shape $shapes
+    for layout in padded contiguous; do
+      if [[ $layout == padded ]]; then shapes=$few; else shapes=1024x7168x8x256,4096x7168x8x256,4096x4096x8x128; fi
+      [[ $op == ep_combine ]] || set -- --layout $layout
+      tune 150 experts --op $op "$@" --shape $shapes --budget "${BUDGET:-75s}"
+      bench 90 experts --op $op "$@" --shape $shapes
+      set --
+    done
   done
 }
 regret() {

@@ -219,6 +219,11 @@ def bench_of(plan: Any = PLAN, slot: int = 0, **of_problem: Any) -> Bench:
     return bench
 
 
+def in_place(inputs: Tensors, outputs: Tensors) -> bool:
+    """True if results overwrite inputs, which then are no case any more."""
+    return inputs[0].data_ptr() == outputs[0].data_ptr()
+
+
 class Sum:
     """A launch that is right, or gives what the launch before it should have given."""
 
@@ -230,7 +235,8 @@ class Sum:
     def __call__(self, inputs: Tensors, outputs: Tensors, stream: int) -> None:
         assert stream == 5
         asked = [case for case in self._cases if torch.equal(case.inputs[0], inputs[0])]
-        result = asked[0].expected[0] if asked else torch.zeros(64)  # the upload reads what happens to be there
+        assert asked or in_place(inputs, outputs), "inputs that are no case, where indices might be any"
+        result = asked[0].expected[0] if asked else torch.zeros(64)
         outputs[0].copy_(self._last if self._stale else result)
         self._last = result
 
