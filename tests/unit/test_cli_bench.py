@@ -96,7 +96,17 @@ def test_job_says_what_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert gang.job.pop("problems")
     assert gang.job.pop("run_id")
     assert gang.job.pop("command").startswith("tunedcomm")
-    assert gang.job == {"contenders": ["tuned", "library"], "peers": [], "link_gb_s": None, "csv": str(csv), "seed": 7}
+    asked = {"contenders": ["tuned", "library"], "seed": 7, "inputs": "random"}
+    assert gang.job == {**asked, "peers": [], "link_gb_s": None, "csv": str(csv)}
+
+
+def test_skew_is_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = Gang([])
+    refused = start(gang, monkeypatch, "--shape", "512", "--skew")
+    assert refused.code == 2
+    assert "all_reduce has no experts" in refused.err
+    start(gang, monkeypatch, "--op", "ep_dispatch", "--shape", "8x128x2x4", "--skew")
+    assert gang.job["inputs"] == "integers"
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "mode"), [(0, 2, "eager"), (1, 2, "eager"), (4, 4, "graph")])

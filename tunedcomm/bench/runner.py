@@ -127,7 +127,8 @@ class Bencher:
     def _measure(self, problem: Problem) -> list[dict[str, Any]]:
         spec, device = get_op(problem.op), self._communicator.device
         ranks = range(problem.world_size)
-        everyone = [spec.make_inputs(problem, rank, self._job["seed"], "random", device) for rank in ranks]
+        seed, kind = self._job["seed"], self._job["inputs"]
+        everyone = [spec.make_inputs(problem, rank, seed, kind, device) for rank in ranks]
         values = everyone[self._communicator.rank]
         reference = spec.reference(problem, everyone, self._communicator.rank)
         del everyone

@@ -59,6 +59,7 @@ def bench(
     borrow: BorrowOption = None,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    skew: Annotated[bool, typer.Option("--skew", help="Half of all tokens go to one expert.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare dispatch with NCCL (gloo on CPUs) and other contenders. They take turns in one run.
@@ -73,6 +74,8 @@ def bench(
     from tunedcomm.bench.csv import missing_columns
 
     spec = known_op(options.op)
+    if skew and not spec.name.startswith("ep_"):
+        raise bad_usage("--skew", f"{spec.name} has no experts; ep_dispatch and ep_combine have")
     ranks = options.ranks()
     backend = backend_or_default()
     modes = modes_of(options.mode or ("graph" if backend == "cuda" else "eager"))
@@ -114,6 +117,7 @@ def bench(
         "link_gb_s": link_gb_s,
         "csv": None if csv is None else str(csv.absolute()),
         "seed": seed,
+        "inputs": "integers" if skew else "random",
         "run_id": secrets.token_hex(6),
         "command": shlex.join(["tunedcomm", *sys.argv[1:]]),
     }

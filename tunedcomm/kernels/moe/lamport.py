@@ -112,7 +112,7 @@ def dispatch_lamport_kernel(
         send_token(
             token, x + token * wire_bytes, ids, id_words, tokens, 0, peers, rank, own_places, places,
             data + at * wire_bytes, masks + at * wire_packets * 4, wire_packets, part,
-            WORLD_SIZE, TOPK, EXPERTS, False, True, SPLIT, BLOCK,
+            WORLD_SIZE, TOPK, EXPERTS, False, True, SPLIT, BLOCK, 1,
         )  # fmt: skip
     bins = tl.arange(0, BINS)
     mine = count_all(ids, id_words, 0, tokens, TOPK, EXPERTS)

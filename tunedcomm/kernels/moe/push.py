@@ -14,7 +14,8 @@ less than every block going through all ids.
 
 Tokens go in `num_chunks` pieces round a ring, as in `all_to_all`'s `push`, whose proof holds here. Block b does the
 tokens of lane b // SPLIT, and of each the packets of part b % SPLIT; it waits for block b of its peers alone. Blocks of
-one lane write the same places of tokens with the same values.
+one lane write the same places of tokens with the same values. Of many tokens a thread of ep_dispatch loads `items`
+packets before it stores them: loads wait for memory, and stores in between would keep the next one back.
 
 Numerics: ordered. Graph-safe. Source: own.
 """
@@ -298,7 +299,7 @@ def send_token(
     token, source, ids, id_words, tokens, counted, peers, rank, own_places, places, place_at, mask_at, wire_packets,
     part,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, COUNTED: tl.constexpr,
-    POLLED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    POLLED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Tell all ranks the places of a token, and push it to those that have experts of it, at `place_at`.
 
@@ -318,18 +319,23 @@ def send_token(
         send_words(peers[i] + places + at * 4, tl.where(theirs, place, -1), k < TOPK)
         goes = goes + (tl.max(theirs.to(tl.int32), axis=0),)  # type: ignore[assignment]
     threads = tl.arange(0, BLOCK)
-    for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
-        packet = start + threads
-        here = packet < wire_packets
-        w0, w1, w2, w3 = load_packets(source + packet * 16, here)
-        sentinels = sentinel_mask_of(w0, w1, w2, w3)
-        if POLLED:
-            w0, w1, w2, w3 = escape(w0), escape(w1), escape(w2), escape(w3)
-        escaped = here & has_escape(w0, w1, w2, w3)
-        for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + place_at + packet * 16, w0, w1, w2, w3, here & (goes[i] > 0), REMOTE=POLLED)
+    for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
+        words = ()
+        for item in tl.static_range(ITEMS):  # all loads before the first store
+            loaded = start + item * BLOCK + threads
+            words = words + load_packets(source + loaded * 16, loaded < wire_packets)
+        for item in tl.static_range(ITEMS):
+            packet = start + item * BLOCK + threads
+            here = packet < wire_packets
+            w0, w1, w2, w3 = words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3]  # type: ignore[var-annotated]
+            sentinels = sentinel_mask_of(w0, w1, w2, w3)
             if POLLED:
-                store_word(peers[i] + mask_at + packet * 4, sentinels, escaped & (goes[i] > 0))
+                w0, w1, w2, w3 = escape(w0), escape(w1), escape(w2), escape(w3)
+            escaped = here & has_escape(w0, w1, w2, w3)
+            for i in tl.static_range(WORLD_SIZE - 1):
+                store_packets(peers[i] + place_at + packet * 16, w0, w1, w2, w3, here & (goes[i] > 0), REMOTE=POLLED)
+                if POLLED:
+                    store_word(peers[i] + mask_at + packet * 4, sentinels, escaped & (goes[i] > 0))
 
 
 @triton.jit
@@ -372,7 +378,7 @@ def dispatch_kernel(
     x, ids, out, scales, counts_out, offsets_out, rows, id_words, bound, alignment, tokens, row_packets, wire_packets,
     local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks, counted, cell,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
-    COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """In round c: push piece c, place piece c − 1."""
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
@@ -412,7 +418,7 @@ def dispatch_kernel(
                 send_token(
                     token, x + token * wire_bytes, ids, id_words, tokens, counted, peers, rank, local + places, places,
                     data + rank * slot + (token - lap) * wire_bytes, 0, wire_packets, part,
-                    WORLD_SIZE, TOPK, EXPERTS, COUNTED, False, SPLIT, BLOCK,
+                    WORLD_SIZE, TOPK, EXPERTS, COUNTED, False, SPLIT, BLOCK, ITEMS,
                 )  # fmt: skip
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
         if c >= 1:
@@ -435,11 +441,16 @@ def dispatch_kernel(
                     )  # fmt: skip
                     come = local + data + r * slot + (placed - behind) * wire_bytes
                     source = tl.where(r == rank, x + placed * wire_bytes, come)
-                    for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
-                        packet = start + threads
-                        here = (packet < wire_packets) & wanted
-                        words = load_packets(source + packet * 16, here)
-                        write_token(out, scales, targets, packet, words, here, row_packets, TOPK, SCALES)
+                    for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
+                        words = ()
+                        for item in tl.static_range(ITEMS):  # all loads before the first store
+                            packet = start + item * BLOCK + threads
+                            words = words + load_packets(source + packet * 16, (packet < wire_packets) & wanted)
+                        for item in tl.static_range(ITEMS):
+                            packet = start + item * BLOCK + threads
+                            here = (packet < wire_packets) & wanted
+                            own = (words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3])  # type: ignore[misc]
+                            write_token(out, scales, targets, packet, own, here, row_packets, TOPK, SCALES)
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
@@ -569,7 +580,7 @@ class GridVariant(KernelVariant):
 
     areas = ("gather", "num_chunks")
     room = "staging_bytes"  # of `Limits`
-    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 1, "split": 1}
+    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 1, "split": 1, "items": 1}
     most_registers = 255  # without a bound ptxas often aims at 128 and spills what is above
 
     def packets(self, problem: Problem) -> int:
@@ -608,8 +619,8 @@ class GridVariant(KernelVariant):
             return f"{blocks} blocks are not shared equally by the {split} parts of a token"
         if blocks // split > max(self.span(problem, config), 1) or (chunks - 1) * self.span(problem, config) >= tokens:
             return f"{tokens} tokens leave some of {blocks} blocks or {chunks} pieces without work"
-        if (split - 1) * threads >= self.packets(problem):
-            return f"{self.packets(problem)} packets of a token leave some of {split} blocks without work"
+        if (split * int(config.get("items", 1)) - 1) * threads >= self.packets(problem):
+            return f"{self.packets(problem)} packets of a token leave some threads of {split} blocks without work"
         if (needed := self.staged(problem, config)) > (room := getattr(limits, self.room)):
             return f"{tokens} tokens need {needed} bytes of a workspace with room for {room} of them"
         if limits.backend == "cuda" and self.num_rounds(problem, config) > 1024:
@@ -631,7 +642,7 @@ class GridVariant(KernelVariant):
         tokens, packets = problem.shape[0], self.packets(problem)
         warps = 2 if packets <= 64 else 4 if packets <= 256 else 8
         split = max(min(128 // max(tokens, 1), packets // (32 * warps), 8), 1)
-        return {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "num_chunks": 1}
+        return {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "num_chunks": 1, "items": 1}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         threads = 32 * int(config["num_warps"])
@@ -664,8 +675,8 @@ class DispatchVariant(GridVariant):
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         s = sizes_of(problem)
         mine = {"EXPERTS": s.experts, "SCALES": s.num_scales, "PADDED": problem.layout == "padded"}
-        counted = {"COUNTED": self.counts_first} if "COUNTED" in self.kernels[0].arg_names else {}
-        return {**super().constants(problem, config), **mine, **counted}
+        pushed = {"COUNTED": self.counts_first, "ITEMS": config["items"]} if "items" in config else {}
+        return {**super().constants(problem, config), **mine, **pushed}
 
     def count_request(self, problem: Problem) -> CompileRequest:
         s = sizes_of(problem)
@@ -713,11 +724,14 @@ class DispatchVariant(GridVariant):
         return run
 
 
+DISPATCH_GRID: Mapping[str, Axis] = {**GRID, "num_warps": PowerOfTwo(1, 8), "items": Choice(1, 2, 4)}
+
+
 class Push(DispatchVariant, registered=True):
     name = "push"
     summary = "push through the peers' memory ordered by flags"
     kernels = (dispatch_kernel, quantise_kernel)
-    space = Space({**GRID, "num_warps": PowerOfTwo(1, 8), "num_chunks": PowerOfTwo(1, 16)})
+    space = Space({**DISPATCH_GRID, "num_chunks": PowerOfTwo(1, 16)})
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.shape[0] * problem.shape[2] > 1 << 14:
@@ -729,12 +743,13 @@ class TwoPhase(DispatchVariant, registered=True):
     name = "two_phase"
     summary = "a kernel counts, another pushes in pieces that overlap; for many tokens"
     kernels = (dispatch_kernel, quantise_kernel, count_kernel)
-    space = Space({**GRID, "num_warps": PowerOfTwo(1, 8), "num_chunks": PowerOfTwo(1, 64)})
+    space = Space({**DISPATCH_GRID, "num_chunks": PowerOfTwo(1, 64)})
     counts_first = True
-    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2, "split": 1}
+    host_wish: Mapping[str, float] = {**GridVariant.host_wish, "num_chunks": 2}
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return {**super().wish(problem, limits), "num_chunks": max(problem.shape[0] / 512, 1)}
+        items = 1 if problem.shape[0] < 512 or problem.scaling else self.packets(problem) / 256  # as do not spill
+        return {**super().wish(problem, limits), "items": items, "num_chunks": max(problem.shape[0] / 512, 1)}
 
 
 class CombineVariant(GridVariant):
