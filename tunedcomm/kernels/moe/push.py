@@ -12,10 +12,15 @@ The order of tokens follows from prefix sums of counts alone, so it is the same 
 a kernel of its own, block by block of tokens, and the second kernel sums the blocks' counts: at many tokens that costs
 less than every block going through all ids.
 
-Tokens go in `num_chunks` pieces round a ring, as in `all_to_all`'s `push`, whose proof holds here. Block b does the
-tokens of lane b // SPLIT, and of each the packets of part b % SPLIT; it waits for block b of its peers alone. Blocks of
-one lane write the same places of tokens with the same values. Of many tokens a thread of ep_dispatch loads `items`
-packets before it stores them: loads wait for memory, and stores in between would keep the next one back.
+Tokens go in `num_chunks` pieces round a ring. Block b does the tokens of lane b // SPLIT, and of each the packets of
+part b % SPLIT; it waits for block b of its peers alone. Blocks of one lane write the same places of tokens with the
+same values.
+
+ep_combine collects piece c − 1 behind piece c, as in `all_to_all`'s `push`, whose proof holds here. ep_dispatch writes
+a token to up to K places and would leave the links idle meanwhile, so it takes a token of piece c and one of piece
+c − 2 in turn. No slot is overwritten too early: in round c a block waits for the flags that its counterparts raised at
+the end of their round c − 2, in which they placed piece c − 4, and then pushes piece c. Of many tokens a thread loads
+`items` packets before it stores them: loads wait for memory, and stores in between would keep the next one back.
 
 Numerics: ordered. Graph-safe. Source: own.
 """
@@ -380,7 +385,7 @@ def dispatch_kernel(
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
     COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """In round c: push piece c, place piece c − 1."""
+    """In round c: push piece c, place piece c − 2."""
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     KP: tl.constexpr = next_power_of_2(TOPK)
@@ -411,27 +416,26 @@ def dispatch_kernel(
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
     share_counts(local + gather, gather, peers, rank, mine, WORLD_SIZE, EXPERTS)
 
-    for c in tl.range(0, num_chunks + 1):
-        if c < num_chunks:
-            lap = (c - c % ring) * span
-            for token in tl.range(c * span + lane, tl.minimum(tokens, (c + 1) * span), lanes):
-                send_token(
-                    token, x + token * wire_bytes, ids, id_words, tokens, counted, peers, rank, local + places, places,
-                    data + rank * slot + (token - lap) * wire_bytes, 0, wire_packets, part,
-                    WORLD_SIZE, TOPK, EXPERTS, COUNTED, False, SPLIT, BLOCK, ITEMS,
-                )  # fmt: skip
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
-        if c >= 1:
-            d = c - 1
-            behind = (d - d % ring) * span
+    table = local + tables + block * (WORLD_SIZE * WIDTH * 4)
+    for c in tl.range(0, num_chunks + 2):
+        d = c - 2
+        if d >= 0:
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
-            table = local + tables + block * (WORLD_SIZE * WIDTH * 4)
             if d == 0:
                 fill_table(
                     local + gather, table, counts_out, offsets_out, rank, bound, alignment, cell,
                     WORLD_SIZE, EXPERTS, PADDED,
                 )  # fmt: skip
-            for placed in tl.range(d * span + lane, tl.minimum(tokens, (d + 1) * span), lanes):
+        lap, behind = (c - c % ring) * span, (d - d % ring) * span
+        for i in tl.range(lane, span, lanes):  # a token of each piece in turn, so that stores travel in the meantime
+            token, placed = c * span + i, d * span + i
+            if (c < num_chunks) & (token < tokens):
+                send_token(
+                    token, x + token * wire_bytes, ids, id_words, tokens, counted, peers, rank, local + places, places,
+                    data + rank * slot + (token - lap) * wire_bytes, 0, wire_packets, part,
+                    WORLD_SIZE, TOPK, EXPERTS, COUNTED, False, SPLIT, BLOCK, ITEMS,
+                )  # fmt: skip
+            if (d >= 0) & (placed < tokens):
                 for s in tl.range(0, WORLD_SIZE):
                     r = (rank + s) % WORLD_SIZE
                     at = r * tokens + placed
@@ -451,6 +455,8 @@ def dispatch_kernel(
                             here = (packet < wire_packets) & wanted
                             own = (words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3])  # type: ignore[misc]
                             write_token(out, scales, targets, packet, own, here, row_packets, TOPK, SCALES)
+        if c < num_chunks:
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
@@ -749,7 +755,7 @@ class TwoPhase(DispatchVariant, registered=True):
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         items = 1 if problem.shape[0] < 512 or problem.scaling else self.packets(problem) / 256  # as do not spill
-        return {**super().wish(problem, limits), "items": items, "num_chunks": max(problem.shape[0] / 512, 1)}
+        return {**super().wish(problem, limits), "items": items, "num_chunks": max(problem.shape[0] / 256, 1)}
 
 
 class CombineVariant(GridVariant):
