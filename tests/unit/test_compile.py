@@ -191,3 +191,23 @@ def test_kernels_import_without_a_gpu_and_hash_alike_in_every_process(version: s
         lower = re.search(r'"triton>=([\d.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
         assert f"{listed['triton']}.".startswith(f"{lower[1]}."), "the Makefile installs another oldest Triton"
         assert Path(listed["file"]).is_relative_to(OLDEST)
+
+
+KEYS = """
+import sys
+from tunedcomm.kernels.common import launch
+from tunedcomm.kernels.moe import push
+for name in sys.argv[1:]:
+    launch._settle_key(getattr(push, name))
+print(push.dispatch_kernel.cache_key)
+"""
+
+
+@pytest.mark.parametrize("version", ["newest", "oldest"])
+def test_a_process_finds_what_others_compiled_in_another_order(version: str) -> None:
+    if version == "oldest" and not OLDEST_IS_A_MUST and not (OLDEST / "triton").is_dir():
+        pytest.skip("no oldest Triton")
+    paths = [OLDEST] if version == "oldest" else []
+    orders = (["dispatch_kernel"], ["count_kernel", "dispatch_kernel"])
+    found = {python("-c", KEYS, *names, paths=paths, TRITON_INTERPRET="0").stdout for names in orders}
+    assert len(found) == 1

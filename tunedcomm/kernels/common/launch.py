@@ -69,12 +69,31 @@ def current_target() -> Any:
     return triton.runtime.driver.active.get_current_target()
 
 
+_settled: set[int] = set()  # ids of Triton functions; they live as long as their modules
+
+
+def _settle_key(function: Any) -> None:
+    """Take the key of a function's source in Triton's cache behind those of all that it calls.
+
+    Up to Triton 3.6 it depends on which of those have theirs, so that a process did not find what others compiled.
+    """
+    if id(function) in _settled:
+        return
+    _settled.add(id(function))
+    for name in function.fn.__code__.co_names:
+        if hasattr(called := function.fn.__globals__.get(name), "cache_key"):
+            _settle_key(called)
+    function.hash = None
+    _ = function.cache_key
+
+
 @functools.lru_cache(maxsize=4096)
 def _compile(request: CompileRequest, target: Any) -> Any:
     import triton
     from triton.compiler import ASTSource
 
     kernel = request.resolve()
+    _settle_key(kernel)
     constants = dict(request.constants)
     signature = {name: "constexpr" if name in constants else "i64" for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
