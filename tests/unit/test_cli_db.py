@@ -39,6 +39,7 @@ def stored(tmp_path: Path) -> str:
 def test_winner_is_the_fastest_of_the_finals() -> None:
     assert winner([SEARCHED, LAMPORT, TWO_SHOT]) is LAMPORT
     assert winner([SEARCHED]) is SEARCHED
+    assert winner([SEARCHED, real_trial("library", 14.0)]) is SEARCHED, "a budget ended before a challenger's final"
     assert winner([HUNG]) is None
 
 

@@ -202,6 +202,16 @@ def test_coordinator_searches_small_to_large_then_runs_finals_everywhere() -> No
         seen.add(command.candidate)
 
 
+def test_finals_begin_with_the_best_of_the_search() -> None:
+    """A final outranks what was searched, and a budget may end after one of them."""
+    problems = [problem_of(numel) for numel in (256, 1024, 4096, 16384)]
+    run = sweep_of(*problems, trials=8)
+    knowledge = knowledge_of(*problems, known=run.stored)
+    best = [knowledge.winners(problem, 1, "default") for problem in problems]
+    assert len({candidate for (candidate,) in best}) > 1
+    assert [asked(run, problem, final=True)[1:2] for problem in problems] == best
+
+
 def test_budget_is_shared_and_keeps_time_for_finals() -> None:
     problems = tuple(problem_of(n) for n in (256, 1024, 4096, 8192))
     run = sweep_of(*problems, seconds_left=40.0, trial_seconds=1.0, trials=50)

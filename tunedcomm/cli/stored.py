@@ -208,11 +208,12 @@ def _order(contest: Contest) -> tuple[object, ...]:
 
 
 def winner(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest ok trial beside the library, of those in the finals where there are any; None if none is ok."""
+    """The fastest ok trial beside the library, of those in the finals if more than the library is; None if none is ok."""
     from tunedcomm.db.records import fastest
 
     ran = [trial for trial in trials if trial.status == "ok"]
-    return fastest([trial for trial in ran if trial.final] or ran)
+    finals = [trial for trial in ran if trial.final]
+    return fastest(finals if any(trial.variant != "library" for trial in finals) else ran)
 
 
 def print_pins(pins: Mapping[str, Sequence[Pin]]) -> None:

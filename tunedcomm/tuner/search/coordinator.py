@@ -349,12 +349,16 @@ class Coordinator:
         return True
 
     def _finalists(self, family: Sequence[Problem]) -> Iterator[tuple[Problem, list[Candidate]]]:
-        """The candidates to measure in the finals of each problem of a family."""
+        """The candidates to measure in the finals of each problem of a family.
+
+        The best of its search comes first: a final outranks it, also where a budget ends soon after.
+        """
         knowledge = self._knowledge
         finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE)
         for problem in family:
             best = knowledge.winners(problem, BEST_OF_SHAPE, "default")
-            yield problem, [*finalists, *best, *knowledge.best_per_sm_limit(problem)]
+            ranked = [*best[:1], *finalists, *best, *knowledge.best_per_sm_limit(problem)]
+            yield problem, list(dict.fromkeys(ranked))
 
     def _measure(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
         """Measure the library and candidates of a problem as in the finals, in this order, if they are feasible."""
