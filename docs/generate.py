@@ -282,6 +282,7 @@ def size_of(run: Run) -> str:
 
 
 ALL_REDUCE, COLLECTIVES, GEMMS = "all_reduce_h200.csv", "collectives_h200.csv", "gemm_h200.csv"
+EXPERTS = "experts_h200.csv"
 TORCH = ("torch_one_shot_symmetric", "torch_two_shot_symmetric")
 _PEERS = {TORCH[1]: "PyTorch two-shot", TORCH[0]: "PyTorch one-shot", "kraken": "Kraken", "library": "NCCL"}
 _NORM_PEERS = {"library": "NCCL, eager norm", "nccl_compiled_norm": "NCCL, compiled norm"}
@@ -401,11 +402,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "op sections": op_sections,
     "all_reduce, CPU": all_reduce_host,
     "all_reduce, 4 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 4, _PEERS),
-    "all_reduce, 2 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 2, _PEERS),
-    "all_reduce, eager": lambda: measured(ALL_REDUCE, "all_reduce", 4, _PEERS, "eager", step=1),
-    "collectives": lambda: measured(COLLECTIVES, "all_gather reduce_scatter all_to_all", 4, {"library": "NCCL"}),
+    "all_reduce, 2 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 2, _PEERS, step=4),
+    "all_reduce, eager": lambda: measured(ALL_REDUCE, "all_reduce", 4, _PEERS, "eager"),
+    "collectives": lambda: measured(COLLECTIVES, "all_gather reduce_scatter all_to_all", 4, {"library": "NCCL"}, step=3),
     "all_reduce_rms_norm": lambda: measured(COLLECTIVES, "all_reduce_rms_norm", 4, _NORM_PEERS),
-    "fused GEMMs": lambda: measured(GEMMS, "gemm_rs ag_gemm gemm_ar", 4, _GEMM_PEERS),
+    "experts": lambda: measured(EXPERTS, "ep_dispatch ep_combine", 4, {"library": "NCCL and PyTorch"}),
+    "fused GEMMs": lambda: measured(GEMMS, "gemm_rs ag_gemm gemm_ar", 4, _GEMM_PEERS, step=4),
     "same bits": same_bits,
     "llama": llama,
     "regret": regret,
