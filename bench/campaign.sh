@@ -80,6 +80,8 @@ experts() { # decode in the layout of fixed shapes, prefill sorted by expert
       [[ $op == ep_combine ]] || set -- --layout $layout
       tune 150 experts --op $op "$@" --shape $shapes --budget "${BUDGET:-75s}"
       bench 90 experts --op $op "$@" --shape $shapes
+      TUNEDCOMM_DB=$DIR/tuned.db tunedcomm 90 experts bench --op $op "$@" --shape $shapes --skew \
+        --contender tuned,library --csv "$DIR/skew.csv"
       set --
     done
   done

@@ -404,7 +404,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "all_reduce, 4 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 4, _PEERS),
     "all_reduce, 2 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 2, _PEERS, step=4),
     "all_reduce, eager": lambda: measured(ALL_REDUCE, "all_reduce", 4, _PEERS, "eager"),
-    "collectives": lambda: measured(COLLECTIVES, "all_gather reduce_scatter all_to_all", 4, {"library": "NCCL"}, step=3),
+    "collectives": lambda: measured(
+        COLLECTIVES, "all_gather reduce_scatter all_to_all", 4, {"library": "NCCL"}, step=3
+    ),
     "all_reduce_rms_norm": lambda: measured(COLLECTIVES, "all_reduce_rms_norm", 4, _NORM_PEERS),
     "experts": lambda: measured(EXPERTS, "ep_dispatch ep_combine", 4, {"library": "NCCL and PyTorch"}),
     "fused GEMMs": lambda: measured(GEMMS, "gemm_rs ag_gemm gemm_ar", 4, _GEMM_PEERS, step=4),

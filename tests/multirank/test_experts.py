@@ -77,18 +77,19 @@ def test_places_are_found_without_waiting_for_the_device(layout: str) -> None:
 
 
 def grids_body(rank: int, world_size: int) -> None:
-    """More pieces than the ring holds, tokens in two parts, of which threads hold two packets, on one lane."""
-    communicator, shape = get_communicator(), (15, 1024, 2, 6)
-    grid = {"num_blocks": 2, "num_warps": 1, "split": 2}
-    for seed in some(range(2), 2):
+    """More pieces than the ring holds, tokens in two parts, threads that hold two packets; lanes without a token."""
+    communicator = get_communicator()
+    for seed in range(3):
+        tokens, blocks, split, chunk = ((11, 2, 2, 2), (11, 2, 2, 8), (3, 4, 1, 4))[seed]
         for op, variant in itertools.product(("ep_dispatch", "ep_combine"), ("push", "lamport", "two_phase")):
             if variant not in variants(op):
                 continue
-            config = {**grid} if variant == "lamport" else {**grid, "num_chunks": 8 if seed else 2}
-            if op == "ep_dispatch" and variant != "lamport":
-                config["items"] = 2
+            config = {"num_blocks": blocks, "num_warps": 1, "split": split}
+            if variant != "lamport":
+                config |= {"chunk_tokens": chunk, **({"items": 2} if op == "ep_dispatch" else {})}
             layout = {"layout": "contiguous"} if op == "ep_dispatch" else {}
-            check(communicator, asked(op, shape, world_size, **layout), variant, seed, "integers", config)
+            problem = asked(op, (tokens, 1024, 2, 6), world_size, **layout)
+            check(communicator, problem, variant, seed, "integers", config)
     assert communicator.workspace is not None
     assert communicator.workspace.rearm("eager") == 0, "the sentinel is back wherever it was"
 
@@ -106,7 +107,7 @@ def traffic_body(rank: int, world_size: int) -> float:
     area = buffer.local[communicator.workspace.layout.gather :]
     area.fill_(0x5A)
     torch.distributed.barrier()
-    config = {"num_blocks": 4, "num_warps": 8, "split": 1, "items": 1, "num_chunks": 1}
+    config = {"num_blocks": 4, "num_warps": 8, "split": 1, "items": 1, "chunk_tokens": 8}
     outputs = launch_variant(communicator, problem, "push", inputs_of_all(problem, 0, "random")[rank], config)
     torch.distributed.barrier()
     here = (outputs[4] != -1).any(-1)

@@ -121,6 +121,17 @@ def test_the_other_ops_are_answered(op: str, path: Path) -> None:
         assert decision.latency_us < decision.library_us
 
 
+def test_experts_are_served_at_every_number_of_tokens() -> None:
+    """Pieces of so many tokens each suit any number of them: what was tuned at two serves in between."""
+    kernels.discover()
+    counts = {"padded": (1, 3, 24, 64, 100, 200), "contiguous": (700, 1024, 1500, 3000, 4096, 7000)}
+    asked = [("ep_dispatch", layout, tokens) for layout in counts for tokens in counts[layout]]
+    asked += [("ep_combine", "", tokens) for some in counts.values() for tokens in some]
+    for op, layout, tokens in asked:
+        decision = decided(Problem(op, (tokens, 7168, 8, 256), "bfloat16", 4, layout=layout))
+        assert decision.candidate.variant in ("lamport", "push", "two_phase"), (op, layout, tokens, decision)
+
+
 def possible_us(trial: Trial) -> float:
     """The least time in µs in which the hardware can do what the trial did.
 

@@ -208,7 +208,7 @@ def _order(contest: Contest) -> tuple[object, ...]:
 
 
 def winner(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest ok trial beside the library, of those in the finals if more than the library is; None if none is ok."""
+    """The fastest ok trial beside the library, of the finals if they hold a challenger; None if none is ok."""
     from tunedcomm.db.records import fastest
 
     ran = [trial for trial in trials if trial.status == "ok"]

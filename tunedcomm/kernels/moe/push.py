@@ -12,7 +12,7 @@ The order of tokens follows from prefix sums of counts alone, so it is the same 
 a kernel of its own, block by block of tokens, and the second kernel sums the blocks' counts: at many tokens that costs
 less than every block going through all ids.
 
-Tokens go in `num_chunks` pieces round a ring. Block b does the tokens of lane b // SPLIT, and of each the packets of
+Tokens go in pieces of `chunk_tokens` round a ring, so that a config suits any number of them. Block b does the tokens of lane b // SPLIT, and of each the packets of
 part b % SPLIT; it waits for block b of its peers alone. Blocks of one lane write the same places of tokens with the
 same values.
 
@@ -453,7 +453,7 @@ def dispatch_kernel(
                         for item in tl.static_range(ITEMS):
                             packet = start + item * BLOCK + threads
                             here = (packet < wire_packets) & wanted
-                            own = (words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3])  # type: ignore[misc]
+                            own = (words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3])
                             write_token(out, scales, targets, packet, own, here, row_packets, TOPK, SCALES)
         if c < num_chunks:
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
@@ -579,6 +579,7 @@ GRID: Mapping[str, Axis] = {
     "num_warps": PowerOfTwo(1, 16),
     "split": Choice(1, 2, 4, 8),
 }
+CHUNKS = PowerOfTwo(1, 1024)
 
 
 class GridVariant(KernelVariant):
@@ -586,7 +587,7 @@ class GridVariant(KernelVariant):
 
     areas = ("gather", "num_chunks")
     room = "staging_bytes"  # of `Limits`
-    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 1, "split": 1, "items": 1}
+    host_wish: Mapping[str, float] = {**HOST_GRID, "chunk_tokens": 32, "split": 1, "items": 1}
     most_registers = 255  # without a bound ptxas often aims at 128 and spills what is above
 
     def packets(self, problem: Problem) -> int:
@@ -602,14 +603,22 @@ class GridVariant(KernelVariant):
         """Bytes of the workspace for all else."""
         return 0
 
-    def staged(self, problem: Problem, config: Config) -> int:
-        """Bytes of the workspace that a call takes."""
-        ring = min(int(config.get("num_chunks", 1)), int(RING.value))
-        return self.further_bytes(problem, config) + ring * self.span(problem, config) * self.token_bytes(problem)
+    def num_chunks(self, problem: Problem, config: Config) -> int:
+        """Pieces of a call."""
+        tokens = problem.shape[0]
+        return max(-(-tokens // int(config.get("chunk_tokens", max(tokens, 1)))), 1)
 
     def span(self, problem: Problem, config: Config) -> int:
-        """Tokens of a piece."""
-        return -(-problem.shape[0] // int(config.get("num_chunks", 1)))
+        """Tokens of a piece: of all but the last one."""
+        return -(-problem.shape[0] // self.num_chunks(problem, config))
+
+    def staged(self, problem: Problem, config: Config) -> int:
+        """Bytes of the workspace that a call takes."""
+        ring = min(self.num_chunks(problem, config), int(RING.value))
+        return self.further_bytes(problem, config) + ring * self.span(problem, config) * self.token_bytes(problem)
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return super().arguments(problem, {**config, "num_chunks": self.num_chunks(problem, config)}, workspace)
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         if reason := refuse_kernels(problem, limits, SUM_DTYPES, ("", "sum")):
@@ -620,11 +629,13 @@ class GridVariant(KernelVariant):
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         blocks, split, threads = int(config["num_blocks"]), int(config["split"]), 32 * int(config["num_warps"])
-        chunks, tokens = int(config.get("num_chunks", 1)), problem.shape[0]
+        tokens = problem.shape[0]
+        most = next_power_of_2(tokens) if tokens else 0  # configs of powers of two also suit what is between those
+        chunk = int(config.get("chunk_tokens", most))
         if blocks % split:
             return f"{blocks} blocks are not shared equally by the {split} parts of a token"
-        if blocks // split > max(self.span(problem, config), 1) or (chunks - 1) * self.span(problem, config) >= tokens:
-            return f"{tokens} tokens leave some of {blocks} blocks or {chunks} pieces without work"
+        if chunk > most or blocks // split > chunk:
+            return f"{tokens} tokens leave some of {blocks} blocks or a piece of {chunk} tokens without work"
         if (split * int(config.get("items", 1)) - 1) * threads >= self.packets(problem):
             return f"{self.packets(problem)} packets of a token leave some threads of {split} blocks without work"
         if (needed := self.staged(problem, config)) > (room := getattr(limits, self.room)):
@@ -642,13 +653,14 @@ class GridVariant(KernelVariant):
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         lanes = max(int(config["num_blocks"]) // int(config["split"]), 1)
-        return -(-self.span(problem, config) // lanes) * int(config.get("num_chunks", 1))
+        return -(-self.span(problem, config) // lanes) * self.num_chunks(problem, config)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         tokens, packets = problem.shape[0], self.packets(problem)
         warps = 2 if packets <= 64 else 4 if packets <= 256 else 8
         split = max(min(128 // max(tokens, 1), packets // (32 * warps), 8), 1)
-        return {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "num_chunks": 1, "items": 1}
+        grid = {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split}
+        return {**grid, "chunk_tokens": next_power_of_2(max(tokens, 1)), "items": 1}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         threads = 32 * int(config["num_warps"])
@@ -737,7 +749,7 @@ class Push(DispatchVariant, registered=True):
     name = "push"
     summary = "push through the peers' memory ordered by flags"
     kernels = (dispatch_kernel, quantise_kernel)
-    space = Space({**DISPATCH_GRID, "num_chunks": PowerOfTwo(1, 16)})
+    space = Space({**DISPATCH_GRID, "chunk_tokens": CHUNKS})
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.shape[0] * problem.shape[2] > 1 << 14:
@@ -749,13 +761,12 @@ class TwoPhase(DispatchVariant, registered=True):
     name = "two_phase"
     summary = "a kernel counts, another pushes in pieces that overlap; for many tokens"
     kernels = (dispatch_kernel, quantise_kernel, count_kernel)
-    space = Space({**DISPATCH_GRID, "num_chunks": PowerOfTwo(1, 64)})
+    space = Space({**DISPATCH_GRID, "chunk_tokens": CHUNKS})
     counts_first = True
-    host_wish: Mapping[str, float] = {**GridVariant.host_wish, "num_chunks": 2}
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         items = 1 if problem.shape[0] < 512 or problem.scaling else self.packets(problem) / 256  # as do not spill
-        return {**super().wish(problem, limits), "items": items, "num_chunks": max(problem.shape[0] / 256, 1)}
+        return {**super().wish(problem, limits), "items": items, "chunk_tokens": 256}
 
 
 class CombineVariant(GridVariant):
@@ -789,7 +800,7 @@ class CombinePush(CombineVariant, registered=True):
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped"
     kernels = (combine_kernel,)
-    space = Space({**GRID, "num_chunks": PowerOfTwo(1, 64)})
+    space = Space({**GRID, "chunk_tokens": CHUNKS})
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.shape[2] * 4 * (int(config["num_warps"]) // 8) > 64:
@@ -797,5 +808,4 @@ class CombinePush(CombineVariant, registered=True):
         return super().refuse_config(problem, config, limits)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        needed = self.staged(problem, {"num_chunks": 1}) * 4
-        return {**super().wish(problem, limits), "num_chunks": max(needed / max(limits.staging_bytes, 1), 1)}
+        return {**super().wish(problem, limits), "chunk_tokens": 128}
