@@ -128,7 +128,7 @@ def test_experts_are_served_at_every_number_of_tokens() -> None:
     asked = [("ep_dispatch", layout, tokens) for layout in counts for tokens in counts[layout]]
     asked += [("ep_combine", "", tokens) for some in counts.values() for tokens in some]
     for op, layout, tokens in asked:
-        decision = decided(Problem(op, (tokens, 7168, 8, 256), "bfloat16", 4, layout=layout))
+        decision = decided(Problem(op, (tokens, 7168, 8, 256), "bfloat16", 4, "", layout=layout))
         assert decision.candidate.variant in ("lamport", "push", "two_phase"), (op, layout, tokens, decision)
 
 

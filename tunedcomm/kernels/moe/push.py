@@ -12,9 +12,9 @@ The order of tokens follows from prefix sums of counts alone, so it is the same 
 a kernel of its own, block by block of tokens, and the second kernel sums the blocks' counts: at many tokens that costs
 less than every block going through all ids.
 
-Tokens go in pieces of `chunk_tokens` round a ring, so that a config suits any number of them. Block b does the tokens of lane b // SPLIT, and of each the packets of
-part b % SPLIT; it waits for block b of its peers alone. Blocks of one lane write the same places of tokens with the
-same values.
+Tokens go in pieces of `chunk_tokens` round a ring, so that a config suits any number of them. Block b does the tokens
+of lane b // SPLIT, and of each the packets of part b % SPLIT; it waits for block b of its peers alone. Blocks of one
+lane write the same places of tokens with the same values.
 
 ep_combine collects piece c − 1 behind piece c, as in `all_to_all`'s `push`, whose proof holds here. ep_dispatch writes
 a token to up to K places and would leave the links idle meanwhile, so it takes a token of piece c and one of piece
