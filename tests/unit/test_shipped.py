@@ -121,15 +121,22 @@ def test_the_other_ops_are_answered(op: str, path: Path) -> None:
         assert decision.latency_us < decision.library_us
 
 
-def test_experts_are_served_at_every_number_of_tokens() -> None:
-    """Pieces of so many tokens each suit any number of them: what was tuned at two serves in between."""
+def test_experts_are_served_wherever_something_near_was_tuned() -> None:
+    """Between tuned numbers of tokens, in the other layout and in fp8, and at other models' sizes."""
     kernels.discover()
-    counts = {"padded": (1, 3, 24, 64, 100, 200), "contiguous": (700, 1024, 1500, 3000, 4096, 7000)}
-    asked = [("ep_dispatch", layout, tokens) for layout in counts for tokens in counts[layout]]
-    asked += [("ep_combine", "", tokens) for some in counts.values() for tokens in some]
-    for op, layout, tokens in asked:
-        decision = decided(Problem(op, (tokens, 7168, 8, 256), "bfloat16", 4, "", layout=layout))
-        assert decision.candidate.variant in ("lamport", "push", "two_phase"), (op, layout, tokens, decision)
+    counts = (1, 3, 24, 64, 100, 200, 700, 1024, 1500, 3000, 4096, 7000)
+    ways = [(layout, scaling) for layout in ("padded", "contiguous") for scaling in ("", "token", "group128")]
+    asked = [("ep_dispatch", (tokens, 7168, 8, 256), *way) for tokens in counts for way in ways]
+    asked += [("ep_combine", (tokens, 7168, 8, 256), "", "") for tokens in counts]
+    sizes = [(64, 6144, 8, 160), (64, 2880, 4, 128), (128, 7168, 8, 384), (2048, 5120, 8, 128)]
+    asked += [
+        (op, shape, "padded" if op == "ep_dispatch" else "", "")
+        for op in ("ep_dispatch", "ep_combine")
+        for shape in sizes
+    ]
+    for op, shape, layout, scaling in asked:
+        decision = decided(Problem(op, shape, "bfloat16", 4, "", layout=layout, scaling=scaling))
+        assert decision.candidate.variant in ("lamport", "push", "two_phase"), (op, shape, layout, scaling, decision)
 
 
 def possible_us(trial: Trial) -> float:

@@ -183,9 +183,10 @@ def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:
 
 
 def _other_extras(problem: Problem) -> list[tuple[str, str]]:
-    """Other (layout, scaling) that move the same bytes between the ranks, the most usual first.
+    """Other (layout, scaling) that move the same between the ranks, the most usual first.
 
-    Of a GEMM: without bias or gathered input, then with it, then with B stored the other way.
+    Of a GEMM: without bias or gathered input, then with it, then with B stored the other way. Of tokens: as they are,
+    then in fp8, whose sizes count in their own bytes.
     """
     if len(problem.shape) == GEMM_EXTENTS:
         stored, *rest = problem.layout.split("+")
@@ -201,6 +202,9 @@ def _other_extras(problem: Problem) -> list[tuple[str, str]]:
         # Of forms with kernels of their own, those that quantise with scales of their own.
         has_own = more or base not in ("", "fp8") or "offset" in problem.layout or "full_bias" in problem.layout
         scalings = dict.fromkeys((problem.scaling, base, *(("token", "group128") if has_own else ("",))))
+    elif problem.op == "ep_dispatch":
+        layouts = dict.fromkeys((problem.layout, "padded", "contiguous"))
+        scalings = dict.fromkeys((problem.scaling, "", "token", "group128"))
     else:
         return []
     return [(layout, scaling) for scaling in scalings for layout in layouts][1:]

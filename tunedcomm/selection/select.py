@@ -6,8 +6,8 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
   has changed since it was measured. A pin is bound by policy and feasibility but not by the source.
 - *Exact*: the rows of that very problem, the most conclusive tier of them (`Row.tier`), compared by their scores.
 - *Interpolated*: rows of the same family at other sizes (`message_bytes`; of shapes with several extents all but the
-  first must agree), as `interpolate` describes. If no size of the same N and K of a GEMM answers, the winner of the
-  nearest (M, N, K) in log-log serves, if each extent is within a factor of `MAX_REACH`; no latency is predicted there.
+  first must agree), as `interpolate` describes. If no such size answers for a GEMM or an op of experts, the winner of
+  the nearest shape in log-log serves, each extent within a factor of `MAX_REACH`; no latency is predicted there.
   Candidates that were incorrect, crashed or hung in the family, and have not been good there since, are not
   interpolated, nor taken over from a related family. Where a family gives no answer, its `related_problems` are asked.
 - *Borrowed*: the same two rules over rows of other hardware that the user allows, where rows of this hardware give no
@@ -415,7 +415,7 @@ def _interpolated(lookup: _Lookup, reach: int | None) -> Decision | None:
         if sizes and (decision := _interpolate(lookup, sizes, reach, f" with {relaxed}" if relaxed else "")):
             return decision
     for like, relaxed in related_problems(lookup.problem):
-        if rows := _nearest_matrices(lookup, like, reach):
+        if rows := _nearest_shape(lookup, like, reach):
             text = f"as at the nearest measured shape, {format_shape(rows[0].problem.shape)}"
             return _nearby_winner(lookup, rows, f"{text}{f' with {relaxed}' if relaxed else ''}: ")
     return None
@@ -479,9 +479,9 @@ def _near_pools(lookup: _Lookup, sizes: dict[int, list[Row]], size: int) -> list
     return [pool(sizes[s], lookup.usable(sizes[s], predicted=False)) for s in (*below[-2:], *above[:2])]
 
 
-def _nearest_matrices(lookup: _Lookup, like: Problem, reach: int | None) -> list[Row]:
-    """Rows of the nearest shape of a GEMM, of those within reach where some challenger may be used."""
-    if len(lookup.problem.shape) != GEMM_EXTENTS or 0 in lookup.problem.shape:
+def _nearest_shape(lookup: _Lookup, like: Problem, reach: int | None) -> list[Row]:
+    """Rows of the nearest shape of 3 or 4 extents, of those within reach where some challenger may be used."""
+    if len(lookup.problem.shape) < GEMM_EXTENTS or 0 in lookup.problem.shape:
         return []
     by_shape: dict[tuple[int, ...], list[Row]] = {}
     for row in lookup.fresh(lookup.rows(like)):

@@ -636,7 +636,8 @@ class GridVariant(KernelVariant):
             return f"{blocks} blocks are not shared equally by the {split} parts of a token"
         if chunk > most or blocks // split > chunk:
             return f"{tokens} tokens leave some of {blocks} blocks or a piece of {chunk} tokens without work"
-        if (split * int(config.get("items", 1)) - 1) * threads >= self.packets(problem):
+        items = (int(config.get("items", 1)) + 1) // 2  # tokens in fp8 have half as many packets
+        if (split * items - 1) * threads >= self.packets(problem):
             return f"{self.packets(problem)} packets of a token leave some threads of {split} blocks without work"
         if (needed := self.staged(problem, config)) > (room := getattr(limits, self.room)):
             return f"{tokens} tokens need {needed} bytes of a workspace with room for {room} of them"
