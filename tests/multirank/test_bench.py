@@ -114,8 +114,8 @@ def measure(rank: int, world_size: int, mode: Any) -> dict[tuple[str, str], Foun
     found = {}
     for op, shape in CASES:
         job = {
-            "contenders": ["library", *ALL], "peers": paths, "link_gb_s": 100.0, "seed": 0, "run_id": "1",
-            "command": "bench",
+            "contenders": ["library", *ALL], "peers": paths, "link_gb_s": 100.0, "seed": 0, "inputs": "random",
+            "run_id": "1", "command": "bench",
         }  # fmt: skip
         bencher = Bencher(communicator, job)
         spec = get_op(op)

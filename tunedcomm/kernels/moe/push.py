@@ -766,7 +766,8 @@ class TwoPhase(DispatchVariant, registered=True):
     counts_first = True
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        items = 1 if problem.shape[0] < 512 or problem.scaling else self.packets(problem) / 256  # as do not spill
+        spills = problem.scaling or problem.world_size > 4
+        items = 1 if problem.shape[0] < 512 or spills else self.packets(problem) / 256
         return {**super().wish(problem, limits), "items": items, "chunk_tokens": 256}
 
 
