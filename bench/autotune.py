@@ -21,7 +21,7 @@ from rows import arguments, of_run, show
 
 import tunedcomm
 from tunedcomm.bench.runner import start_group
-from tunedcomm.db.records import fastest
+from tunedcomm.cli.stored import winner
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.spec import ITEMSIZE, Candidate, Problem, get_op
 from tunedcomm.tuner.in_job import job_settings, run_in_job
@@ -39,8 +39,7 @@ def sweep(communicator: Communicator, problems: list[Problem], trials: int) -> d
     run_in_job(communicator, settings, coordinator)
     found: dict[Problem, Candidate] = {}
     for problem in problems if coordinator is not None and coordinator.knowledge is not None else ():
-        ran = [trial for trial in coordinator.knowledge.trials(problem) if trial.status == "ok"]
-        best = fastest([trial for trial in ran if trial.final] or ran)
+        best = winner(list(coordinator.knowledge.trials(problem)))
         found[problem] = best.candidate if best is not None else Candidate.of(problem.op, "library", {})
     return everyones(found)[0]
 

@@ -374,7 +374,7 @@ def same_bits() -> str:
         for ranks in {problem.world_size for problem in problems}:
             snapshot = load_snapshot(environment, ranks, layers=[Layer("packaged", str(path))], strict=True)
             limits = limits_for(environment, ranks)
-            moving = ("all_gather", "all_to_all")
+            moving = ("all_gather", "all_to_all", "ep_dispatch")
             for problem in {row.problem: None for row in snapshot.rows if row.problem.op not in moving}:
                 default, ordered = (decide(problem, snapshot, limits, policy=one) for one in ("default", "ordered"))
                 ratio = (ordered.latency_us or math.nan) / (default.latency_us or math.nan)

@@ -42,16 +42,20 @@ SHARED_OF_SM = 228 * 1024
 NUM_SMS = 132
 
 
-def run_corners(version: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What `compile_corners.py` prints under that version of Triton."""
+def paths_of(version: str) -> list[Path]:
+    """What comes before all else on the path under that version of Triton."""
     if version == "oldest" and not (OLDEST / "triton").is_dir():
         reason = f"no {OLDEST.name}/triton; `make oldest-triton` installs the oldest supported Triton there"
         assert not OLDEST_IS_A_MUST, reason
         pytest.skip(reason)
+    return [OLDEST] if version == "oldest" else []
+
+
+def run_corners(version: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What `compile_corners.py` prints under that version of Triton."""
     variables = {"PYTHONHASHSEED": "77", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    paths = [OLDEST] if version == "oldest" else []
-    done = python(compile_corners.__file__, *arguments, paths=paths, timeout=3600, **variables)
+    done = python(compile_corners.__file__, *arguments, paths=paths_of(version), timeout=3600, **variables)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -205,9 +209,6 @@ print(push.dispatch_kernel.cache_key)
 
 @pytest.mark.parametrize("version", ["newest", "oldest"])
 def test_a_process_finds_what_others_compiled_in_another_order(version: str) -> None:
-    if version == "oldest" and not OLDEST_IS_A_MUST and not (OLDEST / "triton").is_dir():
-        pytest.skip("no oldest Triton")
-    paths = [OLDEST] if version == "oldest" else []
     orders = (["dispatch_kernel"], ["count_kernel", "dispatch_kernel"])
-    found = {python("-c", KEYS, *names, paths=paths, TRITON_INTERPRET="0").stdout for names in orders}
+    found = {python("-c", KEYS, *names, paths=paths_of(version), TRITON_INTERPRET="0").stdout for names in orders}
     assert len(found) == 1

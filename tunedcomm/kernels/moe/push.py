@@ -579,7 +579,7 @@ GRID: Mapping[str, Axis] = {
     "num_warps": PowerOfTwo(1, 16),
     "split": Choice(1, 2, 4, 8),
 }
-CHUNKS = PowerOfTwo(1, 1024)
+IN_PIECES: Mapping[str, Axis] = {**GRID, "chunk_tokens": PowerOfTwo(1, 1024)}
 
 
 class GridVariant(KernelVariant):
@@ -743,14 +743,11 @@ class DispatchVariant(GridVariant):
         return run
 
 
-DISPATCH_GRID: Mapping[str, Axis] = {**GRID, "num_warps": PowerOfTwo(1, 8), "items": Choice(1, 2, 4)}
-
-
 class Push(DispatchVariant, registered=True):
     name = "push"
     summary = "push through the peers' memory ordered by flags"
     kernels = (dispatch_kernel, quantise_kernel)
-    space = Space({**DISPATCH_GRID, "chunk_tokens": CHUNKS})
+    space = Space({**IN_PIECES, "num_warps": PowerOfTwo(1, 8), "items": Choice(1, 2, 4)})
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.shape[0] * problem.shape[2] > 1 << 14:
@@ -762,7 +759,7 @@ class TwoPhase(DispatchVariant, registered=True):
     name = "two_phase"
     summary = "a kernel counts, another pushes in pieces that overlap; for many tokens"
     kernels = (dispatch_kernel, quantise_kernel, count_kernel)
-    space = Space({**DISPATCH_GRID, "chunk_tokens": CHUNKS})
+    space = Push.space
     counts_first = True
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
@@ -802,7 +799,7 @@ class CombinePush(CombineVariant, registered=True):
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped"
     kernels = (combine_kernel,)
-    space = Space({**GRID, "chunk_tokens": CHUNKS})
+    space = Space(IN_PIECES)
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.shape[2] * 4 * (int(config["num_warps"]) // 8) > 64:

@@ -357,8 +357,7 @@ class Coordinator:
         finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE)
         for problem in family:
             best = knowledge.winners(problem, BEST_OF_SHAPE, "default")
-            ranked = [*best[:1], *finalists, *best, *knowledge.best_per_sm_limit(problem)]
-            yield problem, list(dict.fromkeys(ranked))
+            yield problem, [*best[:1], *finalists, *best, *knowledge.best_per_sm_limit(problem)]
 
     def _measure(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
         """Measure the library and candidates of a problem as in the finals, in this order, if they are feasible."""
