@@ -20,14 +20,13 @@ from ranks import everyones, slowest, times_in_turn
 from rows import arguments, of_run, show
 
 import tunedcomm
-from tunedcomm.bench.runner import start_group
-from tunedcomm.cli.stored import winner
+from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.spec import ITEMSIZE, Candidate, Problem, get_op
+from tunedcomm.tuner.gang.ranks import join_group
 from tunedcomm.tuner.in_job import job_settings, run_in_job
 from tunedcomm.tuner.measure import timing
 from tunedcomm.tuner.search.coordinator import Coordinator
-from tunedcomm.tuner.search.sweep import hash_if_known
 
 SAMPLE_US = 5000.0
 
@@ -35,12 +34,13 @@ SAMPLE_US = 5000.0
 def sweep(communicator: Communicator, problems: list[Problem], trials: int) -> dict[Problem, Candidate]:
     """The winner of every problem after a search without a budget."""
     settings = replace(job_settings(communicator.limits, problems, "default"), trials=trials, final_rounds=25)
-    coordinator = Coordinator(problems, settings, source_hash=hash_if_known) if communicator.rank == 0 else None
+    coordinator = (
+        Coordinator(problems, settings, source_hash=kernels.source_hash_of) if communicator.rank == 0 else None
+    )
     run_in_job(communicator, settings, coordinator)
     found: dict[Problem, Candidate] = {}
     for problem in problems if coordinator is not None and coordinator.knowledge is not None else ():
-        best = winner(list(coordinator.knowledge.trials(problem)))
-        found[problem] = best.candidate if best is not None else Candidate.of(problem.op, "library", {})
+        found[problem] = coordinator.knowledge.answer(problem).candidate
     return everyones(found)[0]
 
 
@@ -53,7 +53,7 @@ def compare(communicator: Communicator, problem: Problem, candidates: list[Candi
     launches = [communicator.bind(problem, candidate) for candidate in candidates]
 
     def p50_us(calls: int, rounds: int) -> list[float]:
-        made = [timing.contend(run, inputs, outputs, calls=calls, graph=graph, stream=stream) for run in launches]
+        made = [timing.make_run(run, inputs, outputs, calls=calls, graph=graph, stream=stream) for run in launches]
         return [one.p50_us for one in slowest(times_in_turn(made, rounds, stream))]
 
     return p50_us(max(2, min(200, int(SAMPLE_US / min(p50_us(5, 5))))), rounds)
@@ -63,7 +63,7 @@ def main() -> None:
     sizes = [1 << bits for bits in range(10, 25, 2)]
     args = arguments(__doc__, budget=5.0, sizes=sizes, trials=400, rounds=41, csv=None)
     os.environ["TUNEDCOMM_DB"] = f"{tempfile.mkdtemp()}/tuned.db"
-    dtype, mode = ("bfloat16", "graph") if start_group().type == "cuda" else ("float32", "eager")
+    dtype, mode = ("bfloat16", "graph") if join_group().type == "cuda" else ("float32", "eager")
     torch.set_num_threads(1)
     world_size = dist.get_world_size()
     problems = [Problem("all_reduce", (size // ITEMSIZE[dtype],), dtype, world_size, mode=mode) for size in args.sizes]

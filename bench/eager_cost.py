@@ -20,7 +20,7 @@ from ranks import bf16_sum, block_us, everyones, finish, row_of
 from rows import arguments
 
 import tunedcomm
-from tunedcomm.bench.runner import start_group
+from tunedcomm.tuner.gang.ranks import join_group
 from tunedcomm.tuner.measure.timing import summarise
 
 WARM_UP = 5  # blocks
@@ -41,7 +41,7 @@ def not_served(device: torch.device) -> dict[str, Call]:
 
 def main() -> None:
     args = arguments(__doc__, bytes=4096, blocks=60, calls=300, csv=None)
-    device = start_group()
+    device = join_group()
     numel = args.bytes // 2
     x = torch.randn(numel, device=device).to(torch.bfloat16)
     out = torch.empty_like(x)

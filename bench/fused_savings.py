@@ -30,7 +30,6 @@ from ranks import compile_all, finish, row_of, slowest, times_in_turn
 from rows import arguments
 
 from tunedcomm import kernels
-from tunedcomm.bench.runner import start_group
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.op import Form, form_of
@@ -38,7 +37,8 @@ from tunedcomm.kernels.all_reduce_rms_norm.op import finish as finish_form
 from tunedcomm.kernels.all_to_all.op import layout_of
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, variants
 from tunedcomm.tuner.gang.protocol import Latency
-from tunedcomm.tuner.measure.timing import Contender, contend
+from tunedcomm.tuner.gang.ranks import join_group
+from tunedcomm.tuner.measure.timing import TimedRun, make_run
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Launch: TypeAlias = Callable[[Tensors, Tensors, int], None]
@@ -70,7 +70,7 @@ class Bench:
         """Some of every variant that runs in kernels."""
         found, shuffle = [], random.Random(str(problem))
         for name, variant in variants(problem.op).items():
-            if not variant.bounded or variant.is_library:
+            if not variant.waits_time_out or variant.is_library:
                 continue
             default = variant.default_config(problem, self.communicator.limits)
             configs = list(variant.space.enumerate())
@@ -84,12 +84,12 @@ class Bench:
             found += list(dict.fromkeys(fit))[: CONFIGS if self.stream is not None else 1]
         return found
 
-    def timed(self, case: Case, calls: int) -> Contender:
+    def timed(self, case: Case, calls: int) -> TimedRun:
         """Something to time, after a first call."""
         with torch.cuda.stream(self.stream):
             case.launch(case.inputs, case.outputs, self.handle)
         self.wait()
-        return contend(case.launch, case.inputs, case.outputs, calls=calls, graph=True, stream=self.stream)
+        return make_run(case.launch, case.inputs, case.outputs, calls=calls, graph=True, stream=self.stream)
 
     @property
     def handle(self) -> int:
@@ -247,7 +247,7 @@ def compare_experts(bench: Bench, shape: tuple[int, int, int, int]) -> None:
 
 def main() -> None:
     args = arguments(__doc__, tokens=[1, 2, 4, 8, 16, 32, 64, 128], hidden=8192, blocks=64, csv=None)
-    start_group()
+    join_group()
     kernels.discover()
     bench = Bench(get_communicator(), args.blocks)
     for tokens in args.tokens:

@@ -57,8 +57,8 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 import tunedcomm  # noqa: E402
 from tunedcomm.bench.csv import append_rows  # noqa: E402
-from tunedcomm.bench.runner import start_group  # noqa: E402
 from tunedcomm.tuner.gang.protocol import Latency  # noqa: E402
+from tunedcomm.tuner.gang.ranks import join_group  # noqa: E402
 from tunedcomm.tuner.measure import timing  # noqa: E402
 
 COLUMNS = (
@@ -370,7 +370,7 @@ class Runner:
         graphs = [each.graph for each in ready if each.graph is not None]
         if graphs:
             runs = [partial(replay, graph, workload.steps) for graph in graphs]
-            contenders = [timing.Contender(run, workload.steps, eager=False) for run in runs]
+            contenders = [timing.TimedRun(run, workload.steps, eager=False) for run in runs]
             times_in_turn(contenders, 1, self._stream)
             return times_in_turn(contenders, workload.rounds, self._stream)
         times: list[list[float]] = [[] for _ in ready]
@@ -419,7 +419,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked, device = parsed(), start_group()
+    asked, device = parsed(), join_group()
     Runner(asked, init_device_mesh(device.type, (dist.get_world_size(),)), device).run()
     tunedcomm.release_communicators()
     dist.destroy_process_group()

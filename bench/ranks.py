@@ -54,7 +54,7 @@ def compile_all(planned: Iterable[tuple[Problem, Candidate]]) -> None:
 
 
 def times_in_turn(
-    contenders: Sequence[timing.Contender], rounds: int, stream: torch.cuda.Stream | None
+    contenders: Sequence[timing.TimedRun], rounds: int, stream: torch.cuda.Stream | None
 ) -> list[list[float]]:
     """This rank's µs a call, by contender and round; the contenders take turns, after a barrier each."""
     token = torch.zeros(1, device="cpu" if stream is None else stream.device)

@@ -39,14 +39,14 @@ from rows import RESULTS, ROOT, read_trials, show
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
+from tunedcomm.db.snapshot import row_of
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.select import Registered, choose
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op
 from tunedcomm.symm.layout import limits_for
-from tunedcomm.tuner.search.coordinator import BEST_OF_SHAPE
-from tunedcomm.tuner.verify import row_of
+from tunedcomm.tuner.search.strategy import BEST_OF_SHAPE
 
 sys.path.insert(0, str(ROOT / "tests"))
 from replay import write_recording
@@ -221,11 +221,11 @@ def measure(*, base: Named, tuned: Named, csv: Path = MEASURED, rounds: int = 60
     import ranks
     import torch
 
-    from tunedcomm.bench.runner import start_group
     from tunedcomm.dispatch.communicator import get_communicator
+    from tunedcomm.tuner.gang.ranks import join_group
     from tunedcomm.tuner.measure import timing
 
-    start_group()
+    join_group()
     communicator, stream = get_communicator(), torch.cuda.Stream()
     known = Known.stored(base, communicator.environment, communicator.world_size, trials_of(tuned))
     op, lines = get_op("all_reduce"), []
@@ -239,7 +239,7 @@ def measure(*, base: Named, tuned: Named, csv: Path = MEASURED, rounds: int = 60
             launch = communicator.bind(problem, candidate)
             with torch.cuda.stream(stream):
                 launch(inputs, outputs, stream.cuda_stream)
-                made.append(timing.contend(launch, inputs, outputs, calls=calls, graph=True, stream=stream))
+                made.append(timing.make_run(launch, inputs, outputs, calls=calls, graph=True, stream=stream))
         found = ranks.slowest(ranks.times_in_turn(made, rounds, stream))
         communicator.check_peers()
         for candidate, latency in zip(candidates, found, strict=True):

@@ -36,7 +36,7 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -164,6 +164,11 @@ def places(function: str) -> list[tuple[ModuleType, str, Any]]:
     return found
 
 
+def flat(values: Iterable[Any]) -> list[Any]:
+    """Arguments with tuples taken apart: a binary takes a tuple as its elements."""
+    return [item for value in values for item in (flat(value) if isinstance(value, tuple) else [value])]
+
+
 def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     """Replacements while a variant is bound and launched: (module, name, value)."""
     addresses = recorder.addresses
@@ -183,7 +188,7 @@ def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
 
             def launch(stream: int, *varying: int) -> None:
                 given = iter(varying)
-                whole = [next(given) if value is None else value for value in arguments]
+                whole = flat(next(given) if value is None else value for value in arguments)
                 recorder.calls.launch(number, stream, whole, len(list(given)))
 
             return launch
@@ -344,13 +349,33 @@ def normalised(ptx: str) -> str:
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
+@contextlib.contextmanager
+def without_assembler() -> Iterator[None]:
+    """Compile to PTX alone: assembling it takes most of the time, and nothing of it is compared."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    begin, add_stages = CUDABackend.__init__, CUDABackend.add_stages
+
+    def init(self: Any, target: Any) -> None:
+        begin(self, target)
+        self.binary_ext = "ptx"
+
+    def stages_to_ptx(self: Any, stages: dict[str, Any], *args: Any) -> None:
+        add_stages(self, stages, *args)
+        del stages["cubin"]
+
+    with mock.patch.multiple(CUDABackend, __init__=init, add_stages=stages_to_ptx):
+        yield
+
+
 @functools.cache
 def code_of(request: Any, capability: int) -> str:
     """Digest of the PTX that a request compiles to."""
     from triton.backends.compiler import GPUTarget
 
     compiler = places("compile_request")[0][2]
-    return short(normalised(compiler(request, GPUTarget("cuda", capability, 32)).asm["ptx"]))
+    with without_assembler():
+        return short(normalised(compiler(request, GPUTarget("cuda", capability, 32)).asm["ptx"].decode()))
 
 
 def described(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -479,7 +504,7 @@ def keep(database: Any, trials: Sequence[Any]) -> None:
     """Give rows today's source hashes; where none of a variant is left with the old one, its entry goes."""
     from tunedcomm.db.schema import TrialRow, VariantRow
     from tunedcomm.db.store import get_or_create
-    from tunedcomm.dispatch.dispatcher import source_hash_of
+    from tunedcomm.kernels import source_hash_of
 
     def change(connection: Any) -> None:
         renewed = [dataclasses.replace(t, source_hash=source_hash_of(t.problem.op, t.variant) or "") for t in trials]

@@ -55,12 +55,12 @@ from rows import arguments, of_run
 
 from tunedcomm import kernels
 from tunedcomm.bench.csv import append_rows
-from tunedcomm.bench.runner import start_group
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
+from tunedcomm.tuner.gang.ranks import join_group
 from tunedcomm.tuner.measure.correctness import GUARD_BYTES, Guarded, fill_sentinel, guard, make_case
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
@@ -181,7 +181,7 @@ class Trial:
     def results(self, room: int) -> list[Guarded]:
         """The outputs in a room, with zeros where the op specifies nothing."""
         held = self.rooms[room]
-        tensors = get_op(self.problem.op).cleared(self.problem, (), tuple(each.tensor for each in held))[1]
+        tensors = get_op(self.problem.op).mask_unspecified(self.problem, (), tuple(each.tensor for each in held))[1]
         return [replace(each, tensor=tensor) for each, tensor in zip(held, tensors, strict=True)]
 
 
@@ -289,7 +289,7 @@ def candidates_of(
     if small and chosen:
         reason = f"its grids have more than {MOST_BLOCKS} blocks, or are not known, or wait without a bound"
         blocks = {each: variant.num_blocks(problem, each.config_dict) for each in chosen}
-        chosen = [each for each in chosen if variant.bounded and 0 <= blocks[each] <= MOST_BLOCKS]
+        chosen = [each for each in chosen if variant.waits_time_out and 0 <= blocks[each] <= MOST_BLOCKS]
         reason = "" if chosen else reason
     return list(dict.fromkeys(chosen))[:most], reason
 
@@ -589,7 +589,7 @@ def main() -> None:
     options = {"launches": 300, "seconds": 1e9, "hang_s": 280.0, "csv": None}
     args = arguments(__doc__, op=[], variant=[], **modes, **options)
     faulthandler.dump_traceback_later(args.hang_s, exit=True)
-    start_group()
+    join_group()
     kernels.discover()
     names = args.op or [name for name in ops() if get_op(name).rank_of_shape != 3]
     modes = {mode: getattr(args, mode) for mode in modes}

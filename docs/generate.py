@@ -231,7 +231,7 @@ def op_sections() -> str:
         lines += [*(f"- `{name}`: {text}" for name, text in own), ""] if own else []
         rows = []
         for variant in variants(spec.name).values():
-            forced = "" if variant.bounded or "forced only" in variant.summary else "; forced only"
+            forced = "" if variant.waits_time_out or "forced only" in variant.summary else "; forced only"
             count = sum(1 for _ in variant.space.enumerate())
             rows.append([f"`{variant.name}`", variant.numerics, variant.summary + forced, str(count)])
         lines += [table({"variant": "l", "numerics": "l", "algorithm": "l", "configs": "r"}, rows), ""]
@@ -322,6 +322,32 @@ def all_reduce_host() -> str:
     return table(heads, [[size, *cells] for size, cells in lines.items()])
 
 
+def all_reduce_in_short() -> str:
+    """µs of all_reduce on 4 GPUs beside NCCL and the better one of PyTorch's operators, at five sizes."""
+    held = {curve: {size: us for size, us, _ in found} for curve, found in points().items()}
+    lines = []
+    for size in (1 << power for power in (12, 16, 20, 24, 28)):
+        nccl, torch, ours = (held[curve][size] for curve in ("NCCL", "PyTorch's operators, the best", "tunedcomm"))
+        cells = (*map(format_us, (nccl, torch, ours)), f"{nccl / ours:.1f}x", f"{torch / ours:.1f}x")
+        lines.append([format_bytes(size), *cells])
+    heads = ("message", "NCCL", "PyTorch", "tunedcomm", "NCCL / tunedcomm", "PyTorch / tunedcomm")
+    return table(dict.fromkeys(heads, "r"), lines)
+
+
+def all_reduce_host_in_short() -> str:
+    """Median and spread in µs of all_reduce on CPU tensors, 2 ranks, and how many times as fast as gloo."""
+    held = runs("all_reduce_host.csv", "all_reduce", 2, "eager", "float32")
+    lines = []
+    for run, *_ in list(held.values())[::2]:
+        cells = []
+        for one in (run["library"], run["tuned"]):
+            low, middle, high = (format_us(float(one[f"latency_p{share}_us"])) for share in (10, 50, 90))
+            cells.append(f"{middle} ({low} to {high})")
+        ratio = float(f"{p50(run, 'library') / p50(run, 'tuned'):.2g}")
+        lines.append([size_of(run), *cells, f"~{ratio:g}x"])
+    return table(dict.fromkeys(("message", "gloo", "tunedcomm", "gloo / tunedcomm"), "r"), lines)
+
+
 def llama() -> str:
     """µs a layer of the newest run, and the gain of tunedcomm's best configuration over PyTorch's best."""
     found = runs_of(rows_of("model/llama_tp_x2_h200.csv"), "workload", "configuration")
@@ -400,6 +426,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "tolerances": tolerances,
     "op problems": op_problems,
     "op sections": op_sections,
+    "all_reduce in short": all_reduce_in_short,
+    "all_reduce on CPUs in short": all_reduce_host_in_short,
     "all_reduce, CPU": all_reduce_host,
     "all_reduce, 4 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 4, _PEERS),
     "all_reduce, 2 GPUs": lambda: measured(ALL_REDUCE, "all_reduce", 2, _PEERS, step=4),
@@ -416,8 +444,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "scale": scale,
     "shipped": shipped,
 }
-_BARE = r"^\| message \| gloo.+\n(?:\|.+\n)+"  # the README's table has no such lines: its head tells
-_PART = re.compile(rf"(?m)(<!-- begin generated (.+?) -->\n)(?s:.*?)(<!-- end generated \2 -->)|{_BARE}")
+_PART = re.compile(r"(<!-- begin generated (.+?) -->\n)(?s:.*?)(<!-- end generated \2 -->)")
 
 
 def pages() -> list[Path]:
@@ -429,7 +456,7 @@ def pages() -> list[Path]:
 def written(page: str) -> str:
     """The text of a page with its generated parts made anew."""
     kernels.discover()
-    return _PART.sub(lambda match: f"{match[1] or ''}{PARTS[match[2] or 'all_reduce, CPU']()}\n{match[3] or ''}", page)
+    return _PART.sub(lambda match: f"{match[1]}{PARTS[match[2]]()}\n{match[3]}", page)
 
 
 # The README's plot.

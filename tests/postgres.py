@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -67,6 +69,14 @@ class PostgresServer:
     def stop(self) -> None:
         """Stop the server at once: sessions are cut off, what was committed stays."""
         self._server.stop()
+
+    def crash(self) -> None:
+        """End the server as `pg_ctl stop -m immediate` does: it recovers when it starts again."""
+        os.kill(self.pid, signal.SIGQUIT)
+        deadline = time.monotonic() + 30
+        while (self._folder / "data" / "postmaster.pid").exists():
+            assert time.monotonic() < deadline, "the server does not end"
+            time.sleep(0.02)
 
     @property
     def pid(self) -> int:

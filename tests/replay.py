@@ -18,7 +18,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection
@@ -27,11 +27,12 @@ from typing import Any
 
 from tunedcomm.db.records import Trial, canonical_json
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, get_variant
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, variants
 from tunedcomm.symm.layout import limits_for
-from tunedcomm.tuner.gang.process import die_with_parent
 from tunedcomm.tuner.gang.protocol import LOST, Command, Latency, Settings, TrialResult, pruned, rounds_after_look
+from tunedcomm.tuner.gang.ranks import die_with_parent
 from tunedcomm.tuner.search.coordinator import Coordinator
+from tunedcomm.tuner.search.strategy import Strategy
 
 RECORDING = Path(__file__).parent / "data" / "trials_h200_x4.jsonl.gz"
 _NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
@@ -87,7 +88,9 @@ class Replay:
         return {
             candidate: us
             for candidate, us in medians.items()
-            if us is not None and admits(policy, get_variant(candidate.op, candidate.variant).numerics)
+            if us is not None
+            and (variant := variants(candidate.op).get(candidate.variant)) is not None  # some are gone
+            and admits(policy, variant.numerics)
         }
 
     def answer(self, command: Command, settings: Settings) -> TrialResult:
@@ -176,8 +179,7 @@ def run_search(
     seconds_left: float | None = None,
     max_trials: float = math.inf,
     trial_seconds: float = 0.0,
-    kind: type[Coordinator] = Coordinator,
-    prepare: Callable[[Any], None] = lambda coordinator: None,
+    strategy: Strategy | None = None,
 ) -> SearchRun:
     """Drive a coordinator to its end with recorded answers; no process, no clock, no tensor.
 
@@ -193,21 +195,21 @@ def run_search(
         seconds_left: of the budget.
         max_trials: stop after so many answers, as a kill would.
         trial_seconds: how long a gang is busy with a trial, on a simulated clock.
-        kind: of coordinator, which `prepare` is called with before it is asked for a command.
+        strategy: answers the coordinator's questions; by default a sweep's.
     """
     now, reason, num_gangs = 0.0, "", settings.gangs
     steps: list[Step] = []
     kept = list(stored)
     busy: list[tuple[float, int]] = []  # when each busy gang is done; equal times in the order of the gangs
-    coordinator = kind(
+    coordinator = Coordinator(
         tuple(problems),
         settings,
         source_hash=replay.source_hash,
         stored=tuple(kept),
         clock=lambda: now,
         seconds_left=seconds_left,
+        strategy=strategy,
     )
-    prepare(coordinator)
 
     def take_trials() -> None:
         kept.extend(replace(trial, created_at=_NOON) for trial, _ in coordinator.unstored)  # runs are compared

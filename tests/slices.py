@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.kernels import source_hash_of
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, variants
 
@@ -123,7 +123,7 @@ def some_candidates(
     """Some configs of every ordered variant that runs one of the problems, which are of one op."""
     limits, found = replace(communicator.limits, ordered=True), []
     for variant in variants(problems[0].op).values():
-        if variant.numerics == "ordered" and variant.bounded and not variant.is_library:
+        if variant.numerics == "ordered" and variant.waits_time_out and not variant.is_library:
             configs = list(variant.space.enumerate())
             rng.shuffle(configs)
             fit = (c for c in configs if any(variant.infeasible(p, c, limits) is None for p in problems))

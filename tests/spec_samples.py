@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 from tunedcomm.space import Config, Space
 from tunedcomm.spec import Limits, OpSpec, Problem, Variant
+from tunedcomm.tuner.gang.protocol import Settings
 
 
 def toy_op(name: str = "toy", **changes: Any) -> OpSpec:
@@ -24,6 +26,12 @@ def toy_op(name: str = "toy", **changes: Any) -> OpSpec:
         "default_shapes": lambda backend, itemsize: [(256,), (4096,)],
     }
     return OpSpec(name=name, **{**values, **changes})
+
+
+def spec_with(kind: Any, settings: Settings, **values: Any) -> Any:
+    """A spec of a sweep or a verification; values that are settings replace those given."""
+    changes = {field.name: values.pop(field.name) for field in fields(Settings) if field.name in values}
+    return kind(settings=replace(settings, **changes), **values)
 
 
 def may_run(problem: Problem, config: Config, limits: Limits) -> str | None:

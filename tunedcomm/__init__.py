@@ -9,6 +9,7 @@ import importlib
 
 from tunedcomm import errors
 from tunedcomm.errors import *  # noqa: F403 - every error is public
+from tunedcomm.version import VERSION as __version__  # noqa: F401, N811
 
 # Type checkers take it for True. The module `typing` would take longer to import than all the rest.
 TYPE_CHECKING = False
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 
     from tunedcomm.dispatch.communicator import Communicator as Communicator
     from tunedcomm.dispatch.communicator import get_communicator as get_communicator
+    from tunedcomm.dispatch.communicator import release_communicator as release_communicator
     from tunedcomm.dispatch.communicator import release_communicators as release_communicators
     from tunedcomm.dispatch.plans import Agreement as Agreement
     from tunedcomm.dispatch.plans import check_agreement as check_agreement
-    from tunedcomm.dispatch.plans import explain as explain
     from tunedcomm.dispatch.plans import force as force
     from tunedcomm.integrations.fusion import FusionPass as FusionPass
     from tunedcomm.integrations.fusion import fusion_pass as fusion_pass
@@ -28,21 +29,24 @@ if TYPE_CHECKING:
     from tunedcomm.integrations.intercept import intercept as intercept
     from tunedcomm.integrations.intercept import uninstall as uninstall
     from tunedcomm.integrations.serving import ServingAllReduce as ServingAllReduce
+    from tunedcomm.ops.call import explain as explain
     from tunedcomm.ops.call import numerics as numerics
     from tunedcomm.ops.collectives import all_gather as all_gather
     from tunedcomm.ops.collectives import all_reduce as all_reduce
     from tunedcomm.ops.collectives import all_reduce_ as all_reduce_
     from tunedcomm.ops.collectives import all_reduce_bias as all_reduce_bias
-    from tunedcomm.ops.collectives import all_reduce_rms_norm as all_reduce_rms_norm
     from tunedcomm.ops.collectives import all_to_all as all_to_all
     from tunedcomm.ops.collectives import all_to_all_v as all_to_all_v
+    from tunedcomm.ops.collectives import broadcast as broadcast
     from tunedcomm.ops.collectives import reduce_scatter as reduce_scatter
+    from tunedcomm.ops.experts import DispatchResult as DispatchResult
     from tunedcomm.ops.experts import Sent as Sent
     from tunedcomm.ops.experts import ep_combine as ep_combine
     from tunedcomm.ops.experts import ep_dispatch as ep_dispatch
     from tunedcomm.ops.gemm import ag_gemm as ag_gemm
     from tunedcomm.ops.gemm import gemm_ar as gemm_ar
     from tunedcomm.ops.gemm import gemm_rs as gemm_rs
+    from tunedcomm.ops.rms_norm import all_reduce_rms_norm as all_reduce_rms_norm
     from tunedcomm.ops.symmetric import GatherProgress as GatherProgress
     from tunedcomm.ops.symmetric import all_gather_with_progress as all_gather_with_progress
     from tunedcomm.ops.symmetric import register_symmetric as register_symmetric
@@ -52,16 +56,17 @@ if TYPE_CHECKING:
 
 # Module to its public names, for use at run time; type checkers read the imports above.
 _HOMES = {
-    "dispatch.communicator": "Communicator get_communicator release_communicators",
-    "dispatch.plans": "Agreement check_agreement explain force",
+    "dispatch.communicator": "Communicator get_communicator release_communicator release_communicators",
+    "dispatch.plans": "Agreement check_agreement force",
     "integrations.fusion": "FusionPass fusion_pass",
     "integrations.intercept": "install intercept uninstall",
     "integrations.serving": "ServingAllReduce",
-    "ops.call": "numerics",
-    "ops.collectives": "all_gather all_reduce all_reduce_ all_reduce_bias all_reduce_rms_norm all_to_all all_to_all_v "
+    "ops.call": "explain numerics",
+    "ops.collectives": "all_gather all_reduce all_reduce_ all_reduce_bias all_to_all all_to_all_v broadcast "
     "reduce_scatter",
-    "ops.experts": "Sent ep_combine ep_dispatch",
+    "ops.experts": "DispatchResult Sent ep_combine ep_dispatch",
     "ops.gemm": "ag_gemm gemm_ar gemm_rs",
+    "ops.rms_norm": "all_reduce_rms_norm",
     "ops.symmetric": "GatherProgress all_gather_with_progress register_symmetric symmetric_empty",
     "spec": "Problem",
     "warmup": "autotune",

@@ -1,6 +1,6 @@
 """Every exception tunedcomm raises on purpose.
 
-Each is a `TunedCommError` and the built-in error that fits, as its class says; those of databases are `DatabaseError`s.
+Each is a `TunedCommError` and the built-in error that its class names; errors of databases are `DatabaseError`s.
 Every message says what was wrong, the value, what is allowed and what to do next.
 """
 
@@ -8,7 +8,15 @@ from __future__ import annotations
 
 
 class TunedCommError(Exception):
-    """Base of every error that tunedcomm raises on purpose."""
+    """Base of every error that tunedcomm raises on purpose.
+
+    Attributes:
+        ends_group: an error of this class that leaves a call ends the call's group: see `GroupAbortedError`. False
+            where the error rests on what all ranks pass alike or have voted on: then no rank made the call, or every
+            rank did, and the group can be used on.
+    """
+
+    ends_group = False
 
 
 class NotInitializedError(TunedCommError, RuntimeError):
@@ -76,8 +84,10 @@ class NanInputError(TunedCommError, ValueError):
     """An input holds NaN, and `TUNEDCOMM_NAN_CHECK` is on.
 
     Look for the NaN where the tensor was made, on the rank that the message names; without the check it would have
-    reached every rank.
+    reached every rank. The group ends, for this rank did not make the call.
     """
+
+    ends_group = True
 
 
 class CapacityError(TunedCommError, RuntimeError):
@@ -96,10 +106,23 @@ class WrongResultError(TunedCommError, RuntimeError):
 
 
 class PeerTimeoutError(TunedCommError, TimeoutError):
-    """A peer did not arrive within `TUNEDCOMM_PEER_TIMEOUT_S`; the group refuses further calls.
+    """A peer did not arrive in time, or is gone; the group refuses further calls on every rank.
 
-    Look at the ranks that the message names as missing: they have died, raised an error, or made other calls in another
-    order. Then start again. Where ranks are apart for longer than that by design, set the variable higher.
+    The time is the process group's own time-out, or `TUNEDCOMM_PEER_TIMEOUT_S` where that is set. Look at the ranks
+    that the message names: they have died, raised an error, or made other calls in another order. Then start again, or
+    call `tunedcomm.release_communicator(group)` on every rank. Where ranks are apart for longer by design, set the
+    variable higher.
+    """
+
+    ends_group = True
+
+
+class GroupAbortedError(PeerTimeoutError):
+    """An exception ended a call of the group midway on some rank; the group refuses further calls on every rank.
+
+    The message names the rank and the exception, such as KeyboardInterrupt of a signal handler between the entry of an
+    op and its return, or an error of PyTorch's. Every exception does that but those with `ends_group = False`. To go on
+    with the group, call `tunedcomm.release_communicator(group)` on every rank: the next call sets it up anew.
     """
 
 

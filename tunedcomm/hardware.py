@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import re
+import socket
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -42,7 +43,7 @@ HARD_FIELDS = ("gpu", "num_sms", "compute_capability", "fabric", "multicast", "n
 SOFT_FIELDS = ("driver", "cuda", "torch", "triton", "nccl", "tunedcomm")
 
 _CLASS = re.compile(r"(host|loopback|pcie|nvlink|nvswitch)(?:-(\d{1,3}))?(-partial)?(-nop2p)?(-mig)?")
-# First compute capability with each generation of NVLink; those from 110 on are not known.
+# First compute capability with each generation of NVLink; unknown from 110 on.
 _GENERATIONS = ((110, ""), (100, " 5"), (90, " 4"), (80, " 3"), (70, " 2"), (60, " 1"), (0, ""))
 # More links than any GPU has straight to others: where NVML does not say what they lead to, it is a switch.
 _MOST_DIRECT_LINKS = 4
@@ -121,7 +122,7 @@ def describe_fabric(text: str, compute_capability: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Hardware, fabric and software under which a number was measured; by default those of the host backend.
+    """Hardware, fabric and software of a measurement; by default the host backend's.
 
     Attributes:
         gpu: product name, e.g. `NVIDIA H200`; for the host backend architecture, CPU, cores and NUMA nodes, e.g.
@@ -193,10 +194,10 @@ class Environment:
         """Hard fields in which `other` differs, each with the difference in words."""
         found = {}
         for name in HARD_FIELDS:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+            value, other_value = getattr(self, name), getattr(other, name)
+            if value != other_value:
                 words = f" ({self.fabric_in_words}; {other.fabric_in_words})" if name == "fabric" else ""
-                found[name] = f"{name} is {mine!r} here and {theirs!r} there{words}"
+                found[name] = f"{name} is {value!r} here and {other_value!r} there{words}"
         return found
 
     @property
@@ -218,14 +219,14 @@ class Environment:
         return f"{self.gpu}, {self.num_sms} SMs, {self.fabric}{', multicast' if self.multicast else ''}"
 
 
-def advice(name: str, here: Environment, different: Collection[str]) -> str:
+def advice(name: str, machine: Environment, different: Collection[str]) -> str:
     """Advice on a difference in the field `name`, if what is stored differs in the fields `different`."""
-    if here.is_host:
+    if machine.is_host:
         return "tune here; times of GPUs say nothing about the host backend"
     if name == "gpu":
         is_lent = {"compute_capability", "multicast", "nodes"}.isdisjoint(different)
         return "tune here" + (", or let its rows stand in (--borrow or TUNEDCOMM_BORROW)" if is_lent else "")
-    if name == "multicast" and not here.multicast:
+    if name == "multicast" and not machine.multicast:
         return "unset TORCH_SYMM_MEM_DISABLE_MULTICAST and NCCL_NVLS_ENABLE if they are set here, or tune here"
     return _ADVICE.get(name, "tune here")
 
@@ -238,8 +239,8 @@ _ADVICE = {
 }
 
 
-def nearest(here: Environment, stored: Iterable[Environment]) -> Environment | None:
-    """The stored environment that differs least from `here` in hard fields; None if there is none.
+def nearest(machine: Environment, stored: Iterable[Environment]) -> Environment | None:
+    """The stored environment that differs least from `machine` in hard fields; None if there is none.
 
     GPUs are compared with GPUs only, and CPUs with CPUs. What weighs most comes first: architecture, hosts, fabric,
     multicast, model, number of SMs.
@@ -247,25 +248,25 @@ def nearest(here: Environment, stored: Iterable[Environment]) -> Environment | N
 
     def distance(other: Environment) -> tuple[Any, ...]:
         return (
-            here.compute_capability != other.compute_capability,
-            here.nodes != other.nodes,
-            Fabric.parse(here.fabric).kind != Fabric.parse(other.fabric).kind,
-            here.fabric != other.fabric,
-            here.multicast != other.multicast,
-            here.gpu != other.gpu,
-            abs(here.num_sms - other.num_sms),
-            abs(here.compute_capability - other.compute_capability),
+            machine.compute_capability != other.compute_capability,
+            machine.nodes != other.nodes,
+            Fabric.parse(machine.fabric).kind != Fabric.parse(other.fabric).kind,
+            machine.fabric != other.fabric,
+            machine.multicast != other.multicast,
+            machine.gpu != other.gpu,
+            abs(machine.num_sms - other.num_sms),
+            abs(machine.compute_capability - other.compute_capability),
             other.digest,
         )
 
-    return min((other for other in stored if other.is_host == here.is_host), key=distance, default=None)
+    return min((other for other in stored if other.is_host == machine.is_host), key=distance, default=None)
 
 
 def fabric_of(*, uuid: str = "") -> tuple[Fabric, str]:
     """Fabric class of a GPU, and the driver's version; `pcie` and "" where NVML cannot tell.
 
     Args:
-        uuid: the CUDA device's UUID without prefix; that of the first GPU where it is unknown.
+        uuid: the CUDA device's UUID without prefix; of the first GPU where it is unknown.
     """
     import pynvml
 
@@ -317,13 +318,13 @@ def _active_links(pynvml: Any, gpu: Any) -> list[int]:
 
 def _is_switched(pynvml: Any, gpu: Any, links: list[int]) -> bool:
     """True if the active links go through a switch."""
-    for number, link in enumerate(links, start=1):
+    for count, link in enumerate(links, start=1):
         try:
             remote = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link)
             if remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
                 return True
         except (pynvml.NVMLError, AttributeError):
-            if number > _MOST_DIRECT_LINKS:
+            if count > _MOST_DIRECT_LINKS:
                 return True
     return False
 
@@ -406,7 +407,7 @@ def gpu_of(local_rank: int) -> torch.device:
 
     if not ranks_share_a_gpu():
         return torch.device("cuda", local_rank)
-    # NCCL lets ranks of different hosts alone share a GPU; those meet through sockets.
+    # NCCL lets ranks share a GPU only if they run on different hosts; such ranks talk through sockets.
     for name, value in {"NCCL_HOSTID": str(local_rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}.items():
         os.environ.setdefault(name, value)
     return torch.device("cuda", 0)
@@ -484,3 +485,27 @@ def _host(nodes: int) -> Environment:
 def detect(device: int | None = None, *, nodes: int = 1) -> Environment:
     """The environment of CUDA device `device`, or of the host backend where `device` is None."""
     return _host(nodes) if device is None else _cuda(device, nodes)
+
+
+def process_start(pid: int) -> int | None:
+    """When a living process was started, in the kernel's ticks since boot; None if it has ended, reaped or not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def kernel_identity() -> str:
+    """Names the kernel and the namespace in which process ids mean what they mean here."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # nothing can be said about processes then
+        return f"unknown {socket.gethostname()} {os.getpid()}"
+
+
+def this_process() -> tuple[str, int, int | None]:
+    """Identifies this process: also against processes with its id on other machines, in other containers or later."""
+    return kernel_identity(), os.getpid(), process_start(os.getpid())

@@ -36,7 +36,7 @@ class Setting(Generic[T]):
         name: the variable; `<OP>` in it stands for an op's name in capitals.
         default: the value where the variable is unset or empty.
         allowed: the values it takes, in words; part of the error text.
-        meaning: what it does, one sentence or two.
+        meaning: its effect, in one sentence or two.
         parse: text without surrounding blanks to value; raises ValueError for what is not allowed.
         default_in_words: the default, where its value does not say it.
     """
@@ -266,12 +266,24 @@ numerics = Setting(
     "that may run. With `ordered` results do not depend on tuning, and an op that cannot be so is an error. All ranks "
     "of a group must agree on it.",
 )
-peer_timeout_s = Setting(
+nvtx = Setting(
+    name="TUNEDCOMM_NVTX",
+    default=False,
+    default_in_words="0",
+    parse=_yes_or_no,
+    allowed="`1` for yes, `0` for no",
+    meaning="Puts an NVTX range that names problem and candidate around every launch, for Nsight Systems and other "
+    "profilers. It marks the launch on the host; replays of a graph have none. Without a torch built with CUDA it "
+    "does nothing. Ranks may differ in it.",
+)
+peer_timeout_s: Setting[float | None] = Setting(
     name="TUNEDCOMM_PEER_TIMEOUT_S",
-    default=60.0,
+    default=None,
+    default_in_words="the process group's own time-out",
     parse=_seconds(is_zero_allowed=False, most=_MOST_PEER_TIMEOUT_S),
     allowed="a number of seconds > 0, at most 1000000000",
-    meaning="How long a kernel waits for a peer before the group raises `PeerTimeoutError`.",
+    meaning="How long a call waits for a peer before the group raises `PeerTimeoutError`. A peer whose process has "
+    "ended is found within two seconds, whatever the time-out.",
 )
 workspace_bytes = Setting(
     name="TUNEDCOMM_WORKSPACE_MIB",

@@ -7,6 +7,7 @@ A leaf: no torch, no database. Kernel files register their `OpSpec` and `Variant
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import json
 import logging
@@ -14,7 +15,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.space import Config, Space, Value
@@ -210,9 +211,30 @@ class Limits:
     ordered: bool = False
 
 
+_Class = TypeVar("_Class", bound=type)
+
+
+def _renamed(**names: str) -> Callable[[_Class], _Class]:
+    """Let a class of plug-ins take its former keywords, too."""
+
+    def decorate(cls: _Class) -> _Class:
+        changed: Any = cls
+        begin = changed.__init__
+
+        @functools.wraps(begin)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            begin(self, *args, **{names.get(word, word): value for word, value in kwargs.items()})
+
+        changed.__init__ = init
+        return cls
+
+    return decorate
+
+
+@_renamed(cold="time_cold", cleared="mask_unspecified")
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """An op: what it computes and how results are judged. Tensors are torch's, typed loosely to keep this a leaf.
+    """An op: its computation and the check of its results. Tensors are torch's, typed loosely to keep this a leaf.
 
     Attributes:
         name: the op's name.
@@ -228,14 +250,24 @@ class OpSpec:
         tolerance: dtype, or the scaling's first part, to the largest ‖out − ref‖ / ‖ref‖ of a right variant on random
             inputs.
         message_bytes: bytes by which sizes of the op are compared (columns of bench/results say how it is counted).
-        busbw_factor: world size to bus factor, or None where the op has none.
+        busbw_factor: world size to bytes that cross a rank's link per byte of payload, by nccl-tests' definition; None
+            where the op has no such factor.
         default_shapes: backend to the shapes that `tunedcomm tune` sweeps with no shape given, dtype size as argument.
         ordered_reference: like `reference`, but the exact bits of every `ordered` variant, in the payload's dtype.
         in_place: the result may overwrite the input.
         layouts, scalings: what a `Problem` may have there; what is swept by default comes first.
-        cold: launches are timed with inputs that come from memory, not from the cache, as weights do.
+        related_forms: the other (layouts, scalings) of the same shape whose measurements may answer for a problem,
+            because they move the same bytes between the ranks; each list begins with the nearest.
+        time_cold: launches are timed with inputs that come from memory, not from the cache, as weights do.
         check: raises ValueError for a problem whose shape the ranks cannot share.
-        cleared: `(problem, inputs, outputs)` to the same with zeros where the op specifies nothing; one may be empty.
+        mask_unspecified: `(problem, inputs, outputs)` to the same with zeros where the op specifies nothing; one of
+            the two may be empty.
+        is_per_rank: `message_bytes` counts one rank's part; the payload has as many parts as there are ranks.
+        is_gemm: a GEMM of shape (M, N, K) fused with a collective. `message_bytes` is what leaves a rank, and the GEMM
+            alone is a lower bound of the op's time.
+        model_shapes: `tunedcomm.cli.models.Shard` to the op's canonical shapes in that model; None where no model says
+            what shapes the op has.
+        skewed_inputs: the `kind` of inputs that load the ranks unevenly; empty if the op has none.
     """
 
     name: str
@@ -255,11 +287,20 @@ class OpSpec:
     in_place: bool = False
     layouts: tuple[str, ...] = ("",)
     scalings: tuple[str, ...] = ("",)
-    cold: bool = False
+    related_forms: Callable[[Problem], tuple[Iterable[str], Iterable[str]]] = field(default=lambda problem: ((), ()))
+    time_cold: bool = False
     check: Callable[[Problem], object] = field(default=lambda problem: None)
-    cleared: Callable[[Problem, tuple[Any, ...], tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]] = field(
-        default=lambda problem, inputs, outputs: (inputs, outputs)
+    mask_unspecified: Callable[[Problem, tuple[Any, ...], tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]] = (
+        field(default=lambda problem, inputs, outputs: (inputs, outputs))
     )
+    is_per_rank: bool = False
+    is_gemm: bool = False
+    model_shapes: Callable[[Any], Iterable[tuple[int, ...]]] | None = None
+    skewed_inputs: str = ""
+
+    def payload_bytes(self, message_bytes: int, world_size: int) -> int:
+        """Bytes that algbw counts, as nccl-tests does, of a message of this op."""
+        return message_bytes * world_size if self.is_per_rank else message_bytes
 
     def tolerance_of(self, problem: Problem) -> float:
         """The tolerance for a problem, of the results' dtype where the layout names one; 0 where nothing may differ."""
@@ -273,9 +314,10 @@ class OpSpec:
         return ("rowwise", "tensorwise") if dtype.startswith("float8") else ("",)
 
 
+@_renamed(bounded="waits_time_out", untuned="default_beats_library")
 @dataclass(frozen=True)
 class Variant:
-    """One algorithm for one op: its kernel or library call, its space, and what it cannot do.
+    """One algorithm for one op: its kernel or library call, its space, and its limits.
 
     Any package may bring variants, and a call may ask all variants of its op. So callers use `infeasible_reason` and
     `default_config`, in which a variant that raises is passed over and the others still run.
@@ -297,9 +339,10 @@ class Variant:
         kernels: the Triton functions whose source, with all they call, makes the variant's source hash.
         compile_requests: `(problem, config)` to the binaries that `bind` will need; see `kernels.common.launch`.
         version: raise it to retire stored rows when something outside `kernels` changes what is measured.
-        bounded: its waits for peers end. Others are only run when forced: a lost peer would leave them spinning.
-        untuned: `(problem, limits)` to True where it is known to beat the library unmeasured: dispatch runs its default
-            config there until something is measured.
+        waits_time_out: its waits for peers end. Other variants run only when forced: a lost peer would leave them
+            spinning.
+        default_beats_library: `(problem, limits)` to True where its default config is known to beat the library without
+            a measurement; dispatch runs that config until something is measured.
     """
 
     op: str
@@ -315,8 +358,8 @@ class Variant:
     compile_requests: Callable[[Problem, Config], Iterable[Any]] = field(default=lambda problem, config: ())
     num_rounds: Callable[[Problem, Config], int] = field(default=lambda problem, config: 0)
     version: int = 1
-    bounded: bool = True
-    untuned: Callable[[Problem, Limits], bool] = field(default=lambda problem, limits: False)
+    waits_time_out: bool = True
+    default_beats_library: Callable[[Problem, Limits], bool] = field(default=lambda problem, limits: False)
 
     @property
     def is_library(self) -> bool:
@@ -417,6 +460,11 @@ def variants(op: str) -> dict[str, Variant]:
     return {v.name: v for v in sorted(found, key=lambda v: (not v.is_library, v.name))}
 
 
+def usual_variants(op: str, *, on_gpu: bool) -> set[str]:
+    """Variants that are measured unless others are named: on CPUs all but interpreted kernels."""
+    return {name for name, variant in variants(op).items() if on_gpu or not variant.kernels}
+
+
 def get_op(name: str) -> OpSpec:
     """The op of that name.
 
@@ -463,7 +511,7 @@ def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, b
         config = variant.space.validate(candidate.config_dict)
     except (UnknownNameError, ConfigError) as error:
         return str(error)
-    if not (variant.bounded or by_name):
+    if not (variant.waits_time_out or by_name):
         return f"{variant.name} would wait for a lost peer for ever; it only runs when it is forced"
     return variant.infeasible_reason(problem, config, limits)
 
@@ -476,7 +524,7 @@ def why_no_kernel(problem: Problem, limits: Limits, policy: NumericsPolicy) -> s
     """Why no variant but the library that `policy` admits can run `problem` in any config; None if one can."""
     reasons: dict[str, list[str]] = {}
     for variant in variants(problem.op).values():
-        if variant.is_library or not variant.bounded or not admits(policy, variant.numerics):
+        if variant.is_library or not variant.waits_time_out or not admits(policy, variant.numerics):
             continue
         try:
             reason = variant.infeasible_reason(problem, variant.default_config(problem, limits), limits)

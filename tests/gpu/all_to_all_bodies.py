@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -32,6 +34,20 @@ def case_of(problem: Problem, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     everyone = [sent_by(problem, rank, seed) for rank in range(problem.world_size)]
     wanted = torch.cat([x.view(problem.world_size, -1)[dist.get_rank()] for x in everyone])
     return everyone[dist.get_rank()], wanted
+
+
+@contextlib.contextmanager
+def ends(at_fault: bool, said: str) -> Iterator[None]:
+    """A block in which one rank is refused and its peers soon know; then all begin anew."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin = time.monotonic()
+    with pytest.raises(tunedcomm.UnsupportedInputError if at_fault else tunedcomm.GroupAbortedError, match=said):
+        yield
+    assert time.monotonic() - begin < 3
+    dist.barrier()
+    torch.cuda.synchronize()
+    tunedcomm.release_communicator()
 
 
 def asked(numel: int, dtype: str, world_size: int) -> Problem:
@@ -137,3 +153,43 @@ def nan_body() -> dict[str, object]:
         with pytest.raises(tunedcomm.NanInputError, match=said):
             tunedcomm.all_reduce(torch.ones(8, device="cuda"))
     return {}
+
+
+def unequal_body() -> dict[str, object]:
+    """Experts' results without the rows that are not in use, also where no row is; a wrong shape on one rank."""
+    rank, world_size, checked = dist.get_rank(), dist.get_world_size(), 0
+    x, last = torch.arange(3 * 256, device="cuda").view(3, 256).to(torch.bfloat16) + rank, 2 * world_size - 1
+    everyone = ([[0, 1], [1, 0], [-1, 1]], [[0, last], [last - 1, 1], [1, -1]], [[-1, -1]] * 3)
+    for variant in ("push", "lamport"):
+        with tunedcomm.force("ep_dispatch", variant), tunedcomm.force("ep_combine", variant):
+            for ids in (torch.tensor(ids, device="cuda") for ids in everyone):
+                weights, due = torch.ones(3, 2, device="cuda"), x * (ids >= 0).sum(1, keepdim=True)
+                sent = tunedcomm.ep_dispatch(x, ids, num_experts=2 * world_size, layout="contiguous")
+                used = int((sent.rows.max() + 1).clamp(min=0))
+                for behind in (0, 3):
+                    assert torch.equal(tunedcomm.ep_combine(sent.tokens[: used + behind].clone(), sent, weights), due)
+                    checked += 1
+            ids = torch.tensor(everyone[1], device="cuda")
+            sent = tunedcomm.ep_dispatch(x, ids, num_experts=2 * world_size)
+            wrong = sent.tokens.view(-1, 256) if rank == 0 else sent.tokens
+            with ends(rank == 0, "expert_out"):  # on the others at once, in this call or in the next
+                tunedcomm.ep_combine(wrong, sent, weights)
+                torch.cuda.synchronize()
+                tunedcomm.ep_combine(sent.tokens, sent, weights)
+            assert torch.equal(tunedcomm.ep_combine(sent.tokens, sent, weights), x * (ids >= 0).sum(1, keepdim=True))
+            checked += 1
+    # Rows in use that a rank lacks are not read; it learns of them afterwards.
+    sent = tunedcomm.ep_dispatch(x, ids, num_experts=2 * world_size, layout="contiguous")
+    with tunedcomm.force("ep_combine", "push"):
+        tunedcomm.ep_combine(sent.tokens[: 1 if rank == 0 else None], sent, weights)
+    with ends(rank == 0, "expert_out"):
+        if rank:
+            torch.cuda.synchronize()
+            time.sleep(1.0)
+        sent.check()
+    counts = [2] * world_size
+    with ends(rank == 0, "send_counts"):
+        for _ in range(2):
+            tunedcomm.all_to_all_v(x[:2].repeat(world_size, 1)[rank == 0 :], counts, counts, max_count=2)
+            torch.cuda.synchronize()
+    return {"checked": checked}

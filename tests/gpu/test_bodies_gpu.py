@@ -29,11 +29,13 @@ BODIES: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("gather_bodies", "chain streams symmetric progress", (2, 4), {}),
     ("reduce_scatter_bodies", "dispatch", (2, 3, 4), {"timeout": 300.0}),
     ("reduce_scatter_bodies", "large symmetric chain", (2, 4), {"timeout": 300.0}),
-    ("all_to_all_bodies", "chain public uneven", (2, 4), {}),
+    ("all_to_all_bodies", "chain public uneven unequal", (2, 4), {}),
     ("all_to_all_bodies", "nan", (2,), {"TUNEDCOMM_NAN_CHECK": "1"}),
     ("fused_bodies", "public chain", (2, 4), {}),
     ("gemm_bodies", "calls", (2, 3, 4), {"timeout": 300.0}),
     ("gemm_bodies", "kept", (2, 4), {"timeout": 120.0}),
+    ("state_bodies", "surroundings", (2,), LONG),
+    ("state_bodies", "interrupted", (2,), {}),
     *(("gemm_bodies", "chain", (2, 4), {**LONG, "GEMM_OP": op}) for op in GEMMS),
 ]
 

@@ -19,12 +19,15 @@ from tunedcomm.hardware import ranks_share_a_gpu
 SWEEP = """
 import json, sys, time
 from tunedcomm.db.store import Database
-from tunedcomm.tuner.search.sweep import SweepSpec, sweep
+from tunedcomm.tuner.gang.protocol import Settings
+from tunedcomm.tuner.search.spec import SweepSpec
+from tunedcomm.tuner.search.sweep import sweep
 path, names, plugins, sizes = sys.argv[1], *(json.loads(text) for text in sys.argv[2:])
-spec = SweepSpec(
-    op="all_reduce", shapes=tuple((size,) for size in sizes), world_size=2, backend="cuda", gangs=1,
-    variants=tuple(names), plugins=tuple(plugins), trials=1000, patience=0, compile_timeout_s=8.0, trial_timeout_s=8.0,
+settings = Settings(
+    backend="cuda", world_size=2, variants=tuple(names), plugins=tuple(plugins), trials=1000,
+    compile_timeout_s=8.0, trial_timeout_s=8.0,
 )
+spec = SweepSpec(op="all_reduce", settings=settings, shapes=tuple((size,) for size in sizes))
 begin = time.monotonic()
 with Database.open(path, create=True) as database:
     outcome = sweep(spec, database)

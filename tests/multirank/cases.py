@@ -19,8 +19,8 @@ import torch
 
 import tunedcomm
 from tunedcomm import kernels, spec
+from tunedcomm.hardware import process_start
 from tunedcomm.spec import Problem, get_op, register_variant, variants
-from tunedcomm.tuner.gang.process import process_start
 
 Case = Callable[[int], None]
 
@@ -128,11 +128,14 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def gives_up_in_time(least: float = PEER_TIMEOUT_S) -> Iterator[None]:
-    """Inside the block one waits `least` seconds for a lost peer and not for ever (0: it is refused at once)."""
+    """Inside the block one waits `least` seconds for a lost peer and not for ever (0: it is refused at once).
+
+    A rank that another one tells of it waits a little less.
+    """
     begin = time.monotonic()
     yield
     took = time.monotonic() - begin
-    assert least <= took, f"gave up after {took:.2f} s"
+    assert 0.7 * least <= took, f"gave up after {took:.2f} s"
     assert took < (least + _STALL_S if least else PEER_TIMEOUT_S), f"waited {took:.2f} s"
 
 

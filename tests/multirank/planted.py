@@ -149,6 +149,7 @@ def to_next_float(problem: Problem, output: torch.Tensor) -> None:
 
 def leaves_packets(problem: Problem, config: Config, workspace: Any) -> Launch:
     """Right by itself; a later call would take for a peer's data what lies in the arena."""
+    assert workspace.lanes[problem.mode]  # made now, on every rank
 
     def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
         add_up(inputs, outputs)

@@ -49,13 +49,13 @@ def keep(num_bytes: int, *, most: int) -> Bind:
 
 
 def turns_wrong_late(problem: Problem, config: Config, workspace: Any) -> Launch:
-    """Right for 60 launches of a process, then it gives what the launch before should have given."""
+    """Right for 8 launches, twice as many as the first check makes, then it gives the result of the launch before."""
     last: list[torch.Tensor] = []
 
     def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
         add_up(inputs, outputs)
         result = outputs[0].clone()
-        if next(_launches) >= 60:
+        if next(_launches) >= 8:
             outputs[0].copy_(last[0])
         last[:] = [result]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sqlite3
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -49,10 +52,11 @@ RANKS = Ranks(env=HOST, setup=lambda rank: start_again(), timeout=500, forget=Fa
 
 
 def test_a_block_tunes_what_is_called(rank: int) -> None:
-    with tunedcomm.autotune(budget_s=20.0) as tuned:
+    with logged() as messages, tunedcomm.autotune(budget_s=20.0) as tuned:
         call(*SIZES)
         assert not tuned.results
         assert [source_of(numel) for numel in SIZES] == ["heuristic"] * 2
+    assert not [text for text in messages if "database" in text], "rank 0 has just made its own"
     assert {one.problem for one in tuned.results} == {problem_of(numel) for numel in SIZES}
     assert [source_of(numel) for numel in SIZES] == ["exact"] * 2
     assert all(str(one.after) in str(tuned) for one in tuned.results)
@@ -171,9 +175,14 @@ def test_at_the_end_of_a_warmup(rank: int) -> None:
 
 def test_at_the_end_of_an_interception(rank: int) -> None:
     tunedcomm.release_communicators()
-    with tunedcomm.intercept():
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), warnings.catch_warnings(), tunedcomm.intercept():
+        warnings.simplefilter("error", RuntimeWarning)
         dist.all_reduce(torch.ones(1700))
+        dist.all_reduce(torch.ones(1700, dtype=torch.float16))
     assert source_of(1700, in_place=True) == "exact"
+    told = [line.partition(" in ")[0] for line in said.getvalue().splitlines()]
+    assert told == ["tunedcomm: tuned 2 of 2 problems"] * (rank == 0)
 
 
 def doubt(path: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Ranks, settings
+from cases import Ranks, logged, replaced, settings
 
 import tunedcomm
+from tunedcomm.db.engine import _warned as warned
+from tunedcomm.db.store import Database
+from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.communicator import get_communicator
 
 RANKS = Ranks()
@@ -44,6 +49,82 @@ def test_integer_dtypes(rank: int) -> None:
     for dtype in (torch.bool, torch.int16, torch.float8_e5m2):
         with refused(f"does not take {dtype}"):
             tunedcomm.all_reduce(torch.zeros(4, dtype=dtype))
+
+
+def test_one_byte_formats_are_moved(rank: int) -> None:
+    """Also those without an arithmetic of their own, and pairs of 4-bit numbers."""
+    names = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
+    for dtype in (getattr(torch, name) for name in names):
+        x = torch.arange(64, dtype=torch.uint8).view(4, 16) + 64 * rank
+        expected = torch.cat([torch.arange(64, dtype=torch.uint8).view(4, 16)[2 * rank :][:2] + 64 * r for r in (0, 1)])
+        for found in (tunedcomm.all_to_all(x.view(dtype)), tunedcomm.all_to_all_v(x.view(dtype), [2, 2], [2, 2])):
+            assert found.dtype == dtype
+            assert torch.equal(found.view(torch.uint8), expected), dtype
+        bounded = tunedcomm.all_to_all_v(x.view(dtype), [2, 2], [2, 2], max_count=2)
+        assert torch.equal(bounded.view(torch.uint8), expected), dtype
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors(rank: int, layout: torch.layout) -> None:
+    x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    calls: list[Callable[[], object]] = [
+        lambda: tunedcomm.all_reduce(x),
+        lambda: tunedcomm.all_reduce(torch.ones(5), out=x),
+        lambda: tunedcomm.all_gather(x),
+        lambda: tunedcomm.all_to_all_v(x, [1, 1], [1, 1]),
+        lambda: tunedcomm.all_reduce_rms_norm(x, torch.ones(5)),
+    ]
+    for call in calls:
+        with refused("nested"):
+            call()
+    with tunedcomm.intercept() as seen, contextlib.suppress(RuntimeError, ValueError):
+        dist.all_reduce(x)  # gloo's own error
+    assert seen.num_served == 0
+    still_works(rank)
+
+
+def test_groups_that_are_none(rank: int) -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    a, b = torch.ones(4, 8), torch.ones(8, 4)
+    calls: list[Callable[[Any], object]] = [
+        lambda group: tunedcomm.all_reduce(a, group=group),
+        lambda group: tunedcomm.all_gather(a, group=group),
+        lambda group: tunedcomm.all_to_all_v(a, [2, 2], [2, 2], group=group),
+        lambda group: tunedcomm.all_reduce_rms_norm(a, torch.ones(8), group=group),
+        lambda group: tunedcomm.gemm_ar(a, b, group=group),
+        lambda group: tunedcomm.ag_gemm(a, b, group=group),
+        get_communicator,
+        tunedcomm.install,
+    ]
+    for group, advice in (([0, 1], "new_group"), ((0, 1), "new_group"), (mesh, "get_group"), ("tp", "get_group")):
+        for call in calls:
+            with pytest.raises(tunedcomm.GroupError, match=advice):
+                call(group)
+    assert torch.equal(tunedcomm.all_reduce(a, group=mesh.get_group("tp")), torch.full((4, 8), 2.0))
+
+
+def fake_body(folder: str) -> None:
+    """In a process of its own: a dry run of rank 0 of 4."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    x = torch.ones(8)
+    for call in (lambda: tunedcomm.all_reduce(x), tunedcomm.get_communicator):
+        with pytest.raises(tunedcomm.GroupError, match="'fake'"):
+            call()
+    with tunedcomm.intercept() as seen:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+    assert seen.calls() == {}
+    Path(folder, "passed").touch()
+
+
+def test_dry_runs_are_left_to_torch(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=fake_body, args=(str(tmp_path),))
+    process.start()
+    process.join(60)
+    process.kill()
+    assert (tmp_path / "passed").exists()
 
 
 def test_complex_numbers(rank: int) -> None:
@@ -78,7 +159,7 @@ def test_sparse(rank: int) -> None:
 
 def test_requires_grad(rank: int) -> None:
     x = torch.full((6,), rank + 1.0, requires_grad=True)
-    with refused("into a given tensor is not differentiable"):
+    with refused("in place is not differentiable"):
         tunedcomm.all_reduce_(x)
     with refused("not differentiable"):
         tunedcomm.all_reduce(x.detach(), out=torch.zeros(6, requires_grad=True))
@@ -206,7 +287,7 @@ def test_group_of_others(rank: int) -> None:
     gone = dist.new_group()
     dist.destroy_process_group(gone)
     for group in (gone, "world"):
-        with pytest.raises(tunedcomm.GroupError, match=r"not a member of the group .* or the group was destroyed"):
+        with pytest.raises(tunedcomm.GroupError, match=r"or the group was destroyed|group is a str"):
             tunedcomm.all_reduce(torch.ones(4), group=group)
 
 
@@ -223,8 +304,12 @@ def test_unknown_options(rank: int) -> None:
     problem = tunedcomm.Problem("all_reduce", (4,), "float32", 2)
     with refused("numerics='exact' is not a policy"):
         tunedcomm.explain(get_communicator(), problem, policy="exact")
-    with refused("explain takes a communicator and a Problem, not Tensor"):
-        tunedcomm.explain("all_reduce", x)  # type: ignore[arg-type]
+    with refused("explain takes .* not str and Problem"):
+        tunedcomm.explain("all_reduce", problem)  # type: ignore[call-overload]
+    with refused("explain takes .* not Communicator and Tensor"):
+        tunedcomm.explain(get_communicator(), x)  # type: ignore[call-overload]
+    with refused("calls of all_to_all_v need more than tensors"):
+        tunedcomm.explain("all_to_all_v", x)
     with refused("all_to_all has no reduction 'max', only ''"):
         tunedcomm.explain(get_communicator(), tunedcomm.Problem("all_to_all", (4,), "float32", 2, "max"))
     moved = tunedcomm.Problem("all_to_all", (4,), "float32", 2)  # with a reduction by default, which it has none of
@@ -336,7 +421,17 @@ def test_unreadable_site_directory(rank: int) -> None:
             (shut / "site").mkdir(parents=True)
             shut.chmod(0)
         with settings({"TUNEDCOMM_DB_PATH": str(shut / "site") if rank == 0 else None}):
-            with ordinary_user(folder, rank == 0):
+
+            def read(what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+                with ordinary_user(folder, rank == 0):  # who may read the group's store no more
+                    return what(*arguments, **options)
+
+            with (
+                replaced(communicator_module, "load_snapshot", partial(read, communicator_module.load_snapshot)),
+                replaced(
+                    communicator_module, "layer_fingerprints", partial(read, communicator_module.layer_fingerprints)
+                ),
+            ):
                 try:
                     still_works(rank)
                     answer = "served"
@@ -346,3 +441,59 @@ def test_unreadable_site_directory(rank: int) -> None:
         answers: list[Any] = [None] * 2
         dist.all_gather_object(answers, answer)
         assert answers[0] == answers[1]
+
+
+# What no database can be read from, in many ways; `{}` is a folder of the test.
+BROKEN = [
+    "postgresql+psycopg://user@host:$PGPORT/name", "postgresql://host:1:2/name", "postgresql://[::1/name", "a://b://c",
+    "postgresql+psycopg://a..b/name", "postgresql+psycopg://\udcff/name", "postgresql+psycopg://127.0.0.1:1/\udcfe",
+    "postgresql+psycopg://127.0.0.1:1/name", "postgresql+psycopg://127.0.0.1:1/name?nosuch=1",
+    "postgresql+psycopg://127.0.0.1:1/name?connect_timeout=x", "postgresql://127.0.0.1:1/name?plugin=nosuch",
+    "postgresql+psycopg:///name?host=/nosuch", "postgresql+psycopg://127.0.0.1:99999999/name", "://", "http://x/y.db",
+    "nosuch://host/name", "mysql://host/name", "sqlite://", "sqlite:////x.db?mode=ro",
+    "sqlite:///{}/garbage.db", "{}/garbage.db", "{}/\udcff\udcfe.db", "{}/empty.db", "{}/folder.db", "{}/loop.db",
+    "{}/pipe.db", "{}/short.db", "/dev/zero", "~nosuchuser/x.db", "/" + "x" * 5000,
+    "{}/a\nb.db", "{}/\x1b[31m.db",
+]  # fmt: skip
+
+
+def break_files(folder: Path) -> None:
+    """The files that `BROKEN` names."""
+    for name in ("garbage.db", "\udcff\udcfe.db", "a\nb.db", "\x1b[31m.db"):
+        (folder / name).write_bytes(b"no database at all " * 100)
+    (folder / "short.db").write_bytes(b"SQLite format 3\0")
+    (folder / "empty.db").touch()
+    (folder / "folder.db").mkdir()
+    (folder / "loop.db").symlink_to("loop.db")
+    os.mkfifo(folder / "pipe.db")
+
+
+@pytest.mark.parametrize("name", ["TUNEDCOMM_DB", "TUNEDCOMM_DB_PATH"])
+def test_a_broken_database_is_left_out_with_one_warning(rank: int, name: str) -> None:
+    with folder_for_all(rank) as folder:
+        if rank == 0:
+            break_files(folder)
+        dist.barrier()
+        for value in (text.replace("{}", str(folder)) for text in BROKEN):
+            if name == "TUNEDCOMM_DB_PATH" and value.endswith("folder.db"):  # a folder without databases
+                continue
+            warned.clear()
+            separator = ";" if name == "TUNEDCOMM_DB_PATH" else ""
+            given = {name: value + separator, "TUNEDCOMM_MISS_LOG": None, "XDG_DATA_HOME": str(folder)}
+            with settings(given), logged() as texts:
+                still_works(rank)
+            assert len(texts) == (rank == 0), (value, texts)
+            assert rank or "left out" in texts[0], (value, texts)
+            assert all(text.replace("\n", "").isprintable() for text in texts), value
+
+
+def test_a_path_that_is_no_text_is_a_path(rank: int) -> None:
+    with folder_for_all(rank) as folder:
+        target = folder / "\udcff" / "\udcfe.db"
+        if rank == 0:
+            Database.open(target, create=True).close()
+        dist.barrier()
+        for name in ("TUNEDCOMM_DB", "TUNEDCOMM_DB_PATH"):
+            with settings({name: str(target)}), logged() as texts:
+                still_works(rank)
+            assert texts == []

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +150,28 @@ def test_peers_run_beside_the_library(mode: str) -> None:
         assert left_out == other[op, shape][1]
 
 
+def measure_plugin(rank: int, world_size: int) -> list[dict[str, Any]]:
+    import torch
+
+    from tunedcomm import kernels
+    from tunedcomm.bench.runner import Bencher
+    from tunedcomm.dispatch.communicator import get_communicator
+    from tunedcomm.spec import Problem, get_op, get_variant, register_op, register_variant
+
+    kernels.discover()
+    register_op(replace(get_op("all_reduce"), name="all_sum"))
+    register_variant(replace(get_variant("all_reduce", "library"), op="all_sum"))
+    job = {"contenders": ["tuned"], "peers": [], "link_gb_s": 1.0, "seed": 0, "inputs": "random"}
+    bencher = Bencher(get_communicator(None, torch.device("cpu")), {**job, "run_id": "1", "command": "bench"})
+    return bencher.rows(Problem("all_sum", (512,), "float32", world_size, mode="eager"))
+
+
+def test_a_plugins_op_without_a_public_function_is_measured() -> None:
+    for rows in run_ranks(2, measure_plugin):
+        assert {row["contender"] for row in rows} == {"library", "tuned"}
+        assert all(row["error"] <= 1e-6 and row["ceiling_share"] > 0 for row in rows)
+
+
 def test_what_may_make_multicast_objects_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -160,3 +188,30 @@ def test_what_may_make_multicast_objects_does_not_start(monkeypatch: pytest.Monk
     finally:  # other tests count on the package being absent
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton_dist"]:
             del sys.modules[name]
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_measured_and_no_rank_reports_it(tmp_path: Path) -> None:
+    """No kernel is interpreted unless it is named: the first problem ends within seconds."""
+    table, command = tmp_path / "rows.csv", [sys.executable, "-m", "tunedcomm.cli.main", "bench", "--op", "all_reduce"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen(
+        [*command, "--shape", "512,33554432", "--csv", str(table)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as bench:  # fmt: skip
+        deadline = time.monotonic() + 100
+        while not table.exists() or len(table.read_text().splitlines()) < 3:
+            assert time.monotonic() < deadline
+            assert bench.poll() is None
+            time.sleep(0.05)
+        bench.send_signal(signal.SIGINT)
+        out, err = bench.communicate(timeout=20)
+    assert bench.returncode == 130, err
+    assert "host_one_shot" in out
+    assert "Traceback" not in err
+    assert {row["contender"] for row in csv.DictReader(table.open())} <= {
+        "library",
+        "tuned",
+        "host_one_shot",
+        "host_two_shot",
+    }

@@ -151,13 +151,16 @@ def test_no_shared_memory(rank: int) -> None:
     """One rank that cannot map it: a warning, and the library on every rank."""
     tunedcomm.release_communicators()
     launched.clear()
-    with replaced(buffer, "_map", lambda path, nbytes: "planted: cannot map", here=rank == 1), logged() as warnings:
+    with (
+        replaced(buffer, "_map", lambda descriptor, nbytes: "planted: cannot map", here=rank == 1),
+        logged() as warnings,
+    ):
         x = torch.full((64,), rank + 1.0)
         assert torch.equal(tunedcomm.all_reduce(x), torch.full((64,), 3.0))
     assert names() == ["library"]
-    assert len(warnings) == 1
-    assert "every call goes to the library: rank 0: " in warnings[0]
-    assert "rank 1: planted: cannot map" in warnings[0]
+    assert len(warnings) == (rank == 0)
+    assert all("every call goes to the library" in text for text in warnings)
+    assert all(text.count("rank 1: planted: cannot map") == 1 for text in warnings)
     with tunedcomm.force("all_reduce", "lamport"):
         with pytest.raises(tunedcomm.InfeasibleError, match="cannot address each other's memory"):
             tunedcomm.all_reduce(x)

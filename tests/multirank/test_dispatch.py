@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Launched, Ranks, inputs_of, logged, same_bits, settings, spy_on_launches
+from cases import Launched, Ranks, inputs_of, logged, replaced, same_bits, settings, spy_on_launches
 from typer.testing import CliRunner
 
 import tunedcomm
@@ -340,7 +340,6 @@ def test_forced_in_vain(rank: int) -> None:
     few = {"num_blocks": 4, "num_warps": 16, "items": 2}
     # Known, but not for this problem, on this machine, or in this space's point.
     for variant, config, tensor, op, text in (
-        ("torch_one_shot", None, x, "sum", "torch_one_shot.* is forced for .*need GPUs"),
         ("multimem_one_shot", None, x, "sum", "multimem_one_shot.* is forced for .*multicast"),
         ("lamport", None, x, "max", "max goes to the library"),
         ("lamport", None, x.double(), "sum", "float64 goes to the library"),
@@ -493,6 +492,27 @@ def test_measurements_decide_again_once_it_is_unpinned(rank: int) -> None:
 def counts_its_calls(numel: int, group: Any = None) -> bool:
     plan = get_communicator(group).plans[problem(numel), "default", None, False]
     return "count_and_launch" in getattr(plan.launch, "by_address", plan.launch).__qualname__
+
+
+def test_launches_are_in_nvtx_ranges_on_the_ranks_that_ask_for_it(rank: int) -> None:
+    events: list[str] = []
+    calls = [lambda: tunedcomm.all_reduce(torch.ones(SMALL)), lambda: tunedcomm.all_reduce(torch.ones(SMALL).long())]
+    with (
+        replaced(torch.backends.cuda, "is_built", lambda: True),
+        replaced(torch.cuda.nvtx, "range_push", events.append),
+        replaced(torch.cuda.nvtx, "range_pop", lambda: events.append("pop")),
+    ):
+        with settings({"TUNEDCOMM_NVTX": "1" if rank == 0 else None}):
+            for call in calls * 2:
+                call()
+        marked, again = events[:], [call() for call in calls]
+    assert again[0][0] == WORLD_SIZE
+    assert events == marked
+    assert len(marked) == (8 if rank == 0 else 0)
+    assert marked[1::2] == ["pop"] * (len(marked) // 2)
+    assert all("all_reduce" in name for name in marked[::2])
+    assert all("lamport" in name for name in marked[::4])
+    assert all("library" in name for name in marked[2::4])
 
 
 def test_what_was_not_tuned_is_counted_on_rank_0(rank: int) -> None:

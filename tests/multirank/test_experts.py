@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from quick import FULL, some
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,7 +32,7 @@ def check(communicator: Communicator, problem: Problem, variant: str, seed: int,
     """Every variant, the library too, gives the bits of the reference; inputs are left as they were."""
     spec, everyone = get_op(problem.op), inputs_of_all(problem, seed, kind)
     mine = tuple(tensor.clone() for tensor in everyone[communicator.rank])
-    outputs = spec.cleared(problem, (), launch_variant(communicator, problem, variant, mine, config))[1]
+    outputs = spec.mask_unspecified(problem, (), launch_variant(communicator, problem, variant, mine, config))[1]
     assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(mine, everyone[communicator.rank], strict=True))
     assert spec.ordered_reference is not None
     expected = spec.ordered_reference(problem, everyone, communicator.rank)
@@ -103,6 +104,7 @@ def traffic_body(rank: int, world_size: int) -> float:
     communicator = get_communicator()
     problem = asked("ep_dispatch", (8, 7168, 8, 16), world_size)
     assert communicator.workspace is not None
+    assert communicator.workspace.lanes["eager"]  # made now
     buffer = communicator.workspace.buffers["eager"]
     area = buffer.local[communicator.workspace.layout.gather :]
     area.fill_(0x5A)
@@ -131,7 +133,7 @@ def dense(everyone: list[Tensors], weights: list[torch.Tensor], rank: int) -> to
     return total.to(x.dtype)
 
 
-def through_experts(sent: tunedcomm.Sent, rank: int) -> torch.Tensor:
+def through_experts(sent: tunedcomm.DispatchResult, rank: int) -> torch.Tensor:
     """The results of those experts, computed row by row."""
     flat = sent.tokens.reshape(-1, sent.tokens.shape[-1])
     out = torch.full_like(flat, float("nan"))
@@ -215,10 +217,10 @@ def lost_body(rank: int, world_size: int) -> None:
         inputs, outputs = inputs_of_all(problem, 0, "random")[rank], get_op(op).make_outputs(problem, "cpu")
         overflow.cell[:2] = torch.tensor([(5 << 40) + 16, 128])
         for call in (sent.check, lambda: launch(inputs, outputs, 0)):  # noqa: B023 - called here
-            communicator.workspace.status_view[0] = 1
+            communicator.status_view[0] = 1
             with pytest.raises(tunedcomm.PeerTimeoutError):
                 call()
-            communicator.workspace.status_view[0] = 0
+            communicator.status_view[0] = 0
         with pytest.raises(tunedcomm.CapacityError, match=r"expert 4 .*16 tokens.*128 rows"):
             launch(inputs, outputs, 0)
 
@@ -243,16 +245,59 @@ def refused_body(rank: int, world_size: int) -> None:
     weights = torch.ones(4, 2)
     for match, change in [
         ("topk_weights", {"topk_weights": weights[:, :1]}), ("topk_weights", {"topk_weights": weights.long()}),
-        ("rows", {"sent": replace(sent, rows=sent.rows[:1])}), ("sent", {"sent": x}), ("rows", {"expert_out": x[0]}),
+        ("rows", {"sent": replace(sent, rows=sent.rows[:1])}), ("sent", {"sent": x}), ("leading", {"expert_out": x[0]}),
         ("complex", {"expert_out": sent.tokens.to(torch.complex64)}),
     ]:  # fmt: skip
         with pytest.raises(tunedcomm.UnsupportedInputError, match=match):
             tunedcomm.ep_combine(**{"expert_out": sent.tokens, "sent": sent, "topk_weights": weights, **change})
-    assert torch.equal(tunedcomm.ep_combine(sent.tokens, sent, weights), 2 * x), "the refusals left the group as it was"
+    dist.barrier()
+    tunedcomm.release_communicator()  # what `expert_out` is, is a rank's own: its refusal ends the group
+    assert torch.equal(tunedcomm.ep_combine(sent.tokens, sent, weights), 2 * x)
 
 
 def test_bad_input() -> None:
     run_ranks(2, refused_body, timeout=60)
+
+
+def policies_body(rank: int, world_size: int) -> None:
+    x, ids, weights = torch.randn(4, 64), torch.tensor([[0, 3]] * 4), torch.ones(4, 2)
+    for dtype in (torch.float64, torch.float32):
+        sent = tunedcomm.ep_dispatch(x.to(dtype), ids, num_experts=4)
+        for policy in ("default", "ordered", "any"):
+            y = tunedcomm.ep_combine(sent.tokens, sent, weights, numerics=policy)
+            assert torch.equal(y, 2 * x.to(dtype)), (dtype, policy)
+
+
+def test_every_dtype_is_summed_in_order() -> None:
+    run_ranks(2, policies_body, timeout=60)
+
+
+def nan_body(rank: int, world_size: int) -> None:
+    """NaN where nothing is read: of tokens without an expert, their weights, and rows without a token."""
+    nan, x, ids, weights = float("nan"), torch.ones(3, 64), torch.tensor([[0, 3], [-1, 2], [-1, -1]]), torch.ones(3, 2)
+    x[2], weights[ids < 0] = nan, nan
+    for variant in ("library", "push", "lamport"):
+        with tunedcomm.force("ep_dispatch", variant), tunedcomm.force("ep_combine", variant):
+            sent = tunedcomm.ep_dispatch(x, ids, num_experts=4)
+            results = torch.full_like(sent.tokens, nan)
+            held = sources_of(sent.rows.flatten(0, 1), len(results.view(-1, 64))) >= 0
+            results.view(-1, 64)[held] = 1
+            y = tunedcomm.ep_combine(results, sent, weights)
+            assert y[:, 0].tolist() == [2, 1, 0]
+    weights[1, 1] = nan
+    for found, call in (
+        ("ep_combine: 1 NaN", lambda: tunedcomm.ep_combine(results, sent, weights)),
+        ("ep_dispatch: 64 NaN", lambda: tunedcomm.ep_dispatch(x, ids.clamp(min=0), num_experts=4)),
+    ):
+        torch.distributed.barrier()  # a peer's error ends calls that are still under way
+        with pytest.raises((tunedcomm.NanInputError, tunedcomm.GroupAbortedError), match=found):
+            call()
+        torch.distributed.barrier()
+        tunedcomm.release_communicator()
+
+
+def test_nan_is_found_where_it_counts() -> None:
+    run_ranks(2, nan_body, timeout=60, env={"TUNEDCOMM_NAN_CHECK": "1"})
 
 
 def example_body(rank: int, world_size: int) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from tunedcomm.dispatch import plans as plans_module
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops import call as call_module
+from tunedcomm.ops import fast_call
 from tunedcomm.spec import Problem, get_variant, register_variant
 
 NUMEL = 600
@@ -235,7 +236,7 @@ def test_selection_does_not_communicate(rank: int) -> None:
 def test_a_repeated_call_does_nothing_but_launch(rank: int) -> None:
     """It decides nothing, compiles nothing, opens no file, and allocates its output alone."""
     allocated: list[object] = []
-    real = call_module.empty
+    real = fast_call.empty
 
     def empty(*arguments: Any) -> torch.Tensor:
         allocated.append(arguments)
@@ -250,7 +251,7 @@ def test_a_repeated_call_does_nothing_but_launch(rank: int) -> None:
         (lambda: tunedcomm.all_reduce(x, out=out), 0),
         (lambda: tunedcomm.all_reduce_(x), 0),
     ]
-    with tunedcomm.force("all_reduce", "nothing"), replaced(call_module, "empty", empty):
+    with tunedcomm.force("all_reduce", "nothing"), replaced(fast_call, "empty", empty):
         for call, num_allocations in several:
             for _ in range(3):
                 call()

@@ -25,7 +25,7 @@ from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.kernels.common.host import REDUCED
 from tunedcomm.kernels.common.reference import reduced
-from tunedcomm.kernels.gemm.op import wanted_of
+from tunedcomm.kernels.gemm.op import gemm_layout
 from tunedcomm.ops.gemm import OUT_DTYPES
 from tunedcomm.spec import DTYPES, Problem, get_op, get_variant
 from tunedcomm.symm import buffer, ring
@@ -281,7 +281,7 @@ def test_gemms(rank: int, world_size: int) -> None:
         spec, rows = get_op(op), world_size * 11
         for dtype, layout, reduction in itertools.product(OUT_DTYPES, spec.layouts, spec.reductions):
             name = str(dtype).removeprefix("torch.")
-            out = wanted_of(Problem(op, (rows, 8, 8), name, world_size, layout=layout)).dtype
+            out = gemm_layout(Problem(op, (rows, 8, 8), name, world_size, layout=layout)).dtype
             for scaling in spec.scalings_of(name) if getattr(torch, out) in OUT_DTYPES[dtype] else ():
                 shape, count = (rows, 37, (16, 300)[count % 2]), count + 1
                 problem = Problem(op, shape, name, world_size, reduction, layout=layout, scaling=scaling, mode="eager")
@@ -320,3 +320,23 @@ def test_public_calls(rank: int, world_size: int) -> None:
                     assert torch.equal(tunedcomm.reduce_scatter(x).double(), total)
                     largest = torch.stack([parts[rank] for parts in chunks]).amax(0) if rows else received
                     assert torch.equal(tunedcomm.reduce_scatter(x, op="max"), largest)
+
+
+def test_sizes_that_never_repeat_keep_no_buffers(rank: int) -> None:
+    """A plan of a size keeps some KiB, and no memory of the message's size."""
+
+    def private_bytes() -> int:  # a fork's pages count before as after they are written
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon"))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x, out = torch.ones(1 << 18).to(dtype), torch.empty(1 << 18).to(dtype)
+        with tunedcomm.force("all_reduce", "host_one_shot"):
+            tunedcomm.all_reduce(x, out=out)
+            before = private_bytes()
+            for turn in range(60):
+                size = (1 << 17) + 64 * turn
+                tunedcomm.all_reduce(x[:size], out=out[:size])
+        grown = private_bytes() - before
+        assert torch.equal(out, torch.full_like(out, 2.0))
+        assert grown < 5 << 20, (dtype, grown)

@@ -209,7 +209,7 @@ def test_what_goes_to_the_library(rank: int) -> None:
         return str(calls)
 
     x = torch.full((8,), rank + 1)
-    passed_on(lambda: dist.broadcast(x.clone(), 0), counted=False)
+    passed_on(lambda: dist.scatter(x.clone(), [x, x] if rank == 0 else None, 0), counted=False)
     passed_on(lambda: dist.all_gather([x.clone(), x.clone()], x), counted=False)
     passed_on(lambda: dist.all_reduce_coalesced([x.clone(), x.clone()]), counted=False)
     passed_on(dist.barrier, counted=False)
@@ -376,3 +376,16 @@ def later_groups_body(rank: int, world_size: int, folder: str) -> tuple[int, int
 
 def test_later_groups_of_the_same_name(tmp_path: Path) -> None:
     assert run_ranks(WORLD_SIZE, later_groups_body, str(tmp_path), timeout=60) == [(1, 1)] * WORLD_SIZE
+
+
+def test_one_tensor_as_input_and_output(rank: int) -> None:
+    """Ops that do not work in place get a copy of their input."""
+    x = torch.arange(8.0).view(4, 2) + 10 * rank
+    expected = x.clone()
+    dist.all_to_all_single(expected, x.clone())
+    for max_count, sizes in ((None, None), (2, [2, 2])):
+        y = x.clone()
+        with served(max_count=max_count) as calls:
+            dist.all_to_all_single(y, y, sizes, sizes)
+        assert torch.equal(y, expected)
+        assert calls.num_served == 1, str(calls)

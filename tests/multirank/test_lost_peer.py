@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from tunedcomm.spec import Problem, get_op, variants
 
 kernels.discover()
 WORLD_SIZE = 3
+FOUND_S = 10.0  # two seconds, and what a busy machine adds
 ENVIRONMENT = {**HOST, "TUNEDCOMM_PEER_TIMEOUT_S": str(PEER_TIMEOUT_S)}
 RANKS = Ranks(WORLD_SIZE, env=ENVIRONMENT, timeout=500, forget=False)
 MOVES = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"), (600,))
@@ -32,7 +33,7 @@ WAITING = [
     f"{op} {name}"
     for op in SHAPES
     for name, variant in variants(op).items()
-    if variant.bounded and not variant.is_library and name not in ELSEWHERE
+    if variant.waits_time_out and not variant.is_library and name not in ELSEWHERE
 ]
 
 
@@ -83,8 +84,10 @@ def killed_body(rank: int, world_size: int, variant: str) -> tuple[str, list[str
         assert torch.equal(tunedcomm.all_reduce(x), torch.full((20000,), 3.0))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError) as caught:
+        begin = time.monotonic()
+        with pytest.raises(tunedcomm.PeerTimeoutError) as caught:
             tunedcomm.all_reduce(x)
+        assert time.monotonic() - begin < FOUND_S
     for tensor in (x, torch.ones(4, dtype=torch.int32)):  # whatever would serve them
         with gives_up_in_time(0.0), pytest.raises(tunedcomm.PeerTimeoutError):
             tunedcomm.all_reduce(tensor)
@@ -96,7 +99,8 @@ KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport", "two_shot_spli
 
 @pytest.mark.parametrize("variant", sample(KERNELS))
 def test_a_peer_that_is_killed(variant: str) -> None:
-    outcomes = run_ranks(3, killed_body, variant, env=ENVIRONMENT, killed=[1])
+    """It is found by its process, long before the group's time-out."""
+    outcomes = run_ranks(3, killed_body, variant, env=HOST, killed=[1])
     for said, left in (outcomes[0], outcomes[2]):
-        assert re.search(r"all_reduce \(called eagerly\) missed rank 1 of the group of 3", said)
+        assert "rank 1 of the group of 3 has ended" in said
         assert left == []

@@ -37,7 +37,8 @@ def settings() -> tuple[int, str]:
 
 
 IDS = torch.tensor([[0, 3], [2, -1], [1, 2]])
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce_bias", "all_reduce_rms_norm")
+MOVES = ("all_gather", "all_to_all", "broadcast")
+COLLECTIVES = (*MOVES, "all_reduce", "reduce_scatter", "all_reduce_bias", "all_reduce_rms_norm")
 GEMMS = ("ag_gemm", "ag_gemm_gathered", "ag_gemm_list", "gemm_rs", "gemm_ar")
 RESULTS = {"all_reduce_rms_norm": ("out", "residual_out"), "ag_gemm_gathered": ("out", "gathered")}
 
@@ -58,6 +59,7 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
         "all_gather": (x, 1, *same),
         "reduce_scatter": (x, "avg", 1, *same),
         "all_to_all": (x, *same),
+        "broadcast": (x, 1, *same),
         "all_reduce_bias": (x, row, *same),
         "all_reduce_rms_norm": (x, row, row, x, None, 1e-6, None, *same),
         "all_reduce_rms_norm_quantized": (

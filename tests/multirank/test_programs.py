@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tunedcomm.bench.runner import run_module
 from tunedcomm.cli import demo, main
+from tunedcomm.tuner.gang.ranks import run_module
 
 # The last registered of `atexit` runs first: `look` after all of tunedcomm. A group still there would be torn down
 # with the interpreter, where gloo's threads abort some of the runs.
@@ -68,7 +68,7 @@ def test_demo_ranks_get_the_right_sums(capfd: pytest.CaptureFixture[str], monkey
     """Through a kernel; the ranks must also end cleanly, and leave stdout alone."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "one_shot")
-    assert run_module("tunedcomm.cli.demo", ["bfloat16", "512", "777"], world_size=2) == 0
+    assert run_module("tunedcomm.cli.demo", ["bfloat16", "512", "777"], world_size=2, environment={}) == 0
     assert capfd.readouterr().out == ""
 
 
@@ -80,5 +80,5 @@ def test_demo_fits_a_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
     assert main.code_of(["demo", "--db", str(tmp_path / "demo.db")]) == 0
     shown, progress = capfd.readouterr()
     assert len(shown.splitlines()) + len(progress.splitlines()) <= 25
-    for told in ("gloo µs", "64 KiB", "runs", "checked", "NCCL µs", "4 H200"):
+    for told in ("gloo µs", "64 KiB", "runs", "checked", "NCCL µs", "4 H200", "tunedcomm tune"):
         assert told in shown

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import mmap
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Ranks, replaced, settings
+import triton
+import triton.language as tl
+from cases import Ranks, replaced
 from harness import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,13 +25,10 @@ import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.kernels.all_reduce.bias import bias_rows_kernel
 from tunedcomm.kernels.common import launch
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.ops import call as call_module
 from tunedcomm.spec import register_variant, variants
-from tunedcomm.symm import workspace
-from tunedcomm.symm.layout import STATUS_BYTES
 
 RANKS = Ranks()
 
@@ -56,6 +52,35 @@ def test_no_plain_tensors(rank: int) -> None:
             call(torch.ones(4, 8))
         with refused("torch.func transforms"):
             torch.vmap(call)(torch.ones(2, 4, 8))
+
+
+def test_an_explained_call_is_the_call(rank: int) -> None:
+    """With an op's name and inputs, as the call would be decided; the text is what the command prints."""
+    x, a, b = torch.ones(4096), torch.ones(8, 16), torch.ones(16, 24)
+    for op, given in (("all_reduce", x), ("reduce_scatter", x), ("gemm_rs", (a, b))):
+        told = tunedcomm.explain(op, given)
+        assert told.problem is not None
+        getattr(tunedcomm, op)(*(given if isinstance(given, tuple) else (given,)))
+        plans = get_communicator().plans
+        assert told == plans[told.problem, "default", None, False].decision
+        head, *lines = str(told).splitlines()
+        assert head.startswith(str(told.problem))
+        assert lines[0].split(maxsplit=1) == ["runs", str(told.candidate)]
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, "SUM"], ids=["ReduceOp", "text"])
+def test_reductions_go_by_the_names_of_torch_too(rank: int, op: Any) -> None:
+    x, a, b = torch.arange(6.0) + rank, torch.ones(4, 16), torch.ones(16, 3)
+    compiled = torch.compile(lambda x: tunedcomm.all_reduce(x, op="SUM"), backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        assert torch.equal(tunedcomm.all_reduce(x, op=op), tunedcomm.all_reduce(x))
+        assert torch.equal(tunedcomm.all_reduce_(x.clone(), op=op), tunedcomm.all_reduce(x))
+        assert torch.equal(tunedcomm.reduce_scatter(x, op=op), tunedcomm.reduce_scatter(x))
+        assert torch.equal(tunedcomm.gemm_rs(a, b, op=op), tunedcomm.gemm_rs(a, b))
+        assert torch.equal(compiled(x), tunedcomm.all_reduce(x))
+    assert torch.equal(tunedcomm.all_reduce(x, op=dist.ReduceOp.MAX), torch.arange(6.0) + 1)
+    with refused("'product' is no reduction"):
+        tunedcomm.all_reduce(x, op=dist.ReduceOp.PRODUCT)
 
 
 def test_a_variant_that_raises_when_asked(rank: int) -> None:
@@ -173,10 +198,19 @@ def test_a_forked_child_is_no_rank(rank: int) -> None:
         assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((64,), 2.0)), "the parent goes on"
 
 
+@triton.jit
+def add_kernel(x, bias, rows, BLOCK: tl.constexpr):
+    """Add `bias` to every row."""
+    offsets = tl.arange(0, BLOCK)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        p = (x + row * BLOCK * 4).to(tl.pointer_type(tl.float32)) + offsets
+        tl.store(p, tl.load(p) + tl.load(bias.to(tl.pointer_type(tl.float32)) + offsets))
+
+
 def test_threads_that_launch(rank: int) -> None:
     """Kernels that wait for nobody, so that their order does not matter."""
-    request = CompileRequest.of(bias_rows_kernel, {"DTYPE": "float32", "BLOCK": 32, "PDL": False}, num_warps=1)
-    bind = bind_kernel(request, 2, torch.device("cpu")).fix((None,) * 4)
+    request = CompileRequest.of(add_kernel, {"BLOCK": 64}, num_warps=1)
+    bind = bind_kernel(request, 2, torch.device("cpu")).fix((None,) * 3)
     failures: list[BaseException] = []
 
     def launch(count: int) -> None:
@@ -184,7 +218,7 @@ def test_threads_that_launch(rank: int) -> None:
         try:
             for _ in range(NUM_LAUNCHES):
                 x = torch.zeros(count, 64)
-                bind(0, x.data_ptr(), bias.data_ptr(), x.nbytes // 16, bias.nbytes // 16)
+                bind(0, x.data_ptr(), bias.data_ptr(), count)
                 assert (x == count).all()
         except BaseException as error:  # noqa: BLE001 - raised below
             failures.append(error)
@@ -195,33 +229,6 @@ def test_threads_that_launch(rank: int) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-
-
-def mapped(at: int) -> torch.Tensor:
-    """A status block at that address, or behind it if something else is there; kept for good."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
-    for wanted in range(at, at + (64 << 20), 1 << 20):
-        if libc.mmap(wanted, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == wanted:
-            words = (ctypes.c_int32 * (STATUS_BYTES // 4)).from_address(wanted)
-            found = torch.frombuffer(words, dtype=torch.int32)
-            assert found.data_ptr() == wanted
-            return found
-    raise AssertionError(f"nothing is free at {at:#x}: {ctypes.get_errno()}")
-
-
-def test_status_blocks_at_low_addresses(rank: int) -> None:
-    """Below 2 GiB, where Debian's Python has its heap, an address is a plain number to Triton's interpreter."""
-    with replaced(workspace, "_status_block", lambda *, pinned: mapped(0x50000000)), settings({}):
-        for variant in ("one_shot", "lamport", "two_shot"):
-            x = torch.full((37,), rank + 1.0)
-            with tunedcomm.force("all_reduce", variant):
-                tunedcomm.all_reduce(x)  # binds
-                if rank:
-                    time.sleep(0.3)  # only who waits looks at the block
-                assert torch.equal(tunedcomm.all_reduce(x), torch.full((37,), 3.0)), variant
 
 
 def warned_body(rank: int, world_size: int) -> list[str]:

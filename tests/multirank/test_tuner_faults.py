@@ -9,20 +9,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cases import processes
 from planted_cases import BAD, GOOD, LATE_BAD, LATE_OP, NEVER, NEXT, OP, TOO_LARGE, TOO_LARGE_TO_CHECK
+from spec_samples import spec_with
 
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.errors import TuningError
+from tunedcomm.hardware import process_start
+from tunedcomm.kernels import source_hash_of
 from tunedcomm.selection.select import Registered, choose
-from tunedcomm.tuner.gang.process import process_start
-from tunedcomm.tuner.search.sweep import SweepOutcome, SweepSpec, hash_if_known, sweep
+from tunedcomm.spec import Problem
+from tunedcomm.tuner.machine import backend_settings
+from tunedcomm.tuner.search.spec import SweepSpec
+from tunedcomm.tuner.search.summary import SweepOutcome
+from tunedcomm.tuner.search.sweep import sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("planted_ops")]
 # Where candidates hang on purpose; twice what beside other tests on two cores a good one was seen to stand still.
@@ -33,8 +40,6 @@ def spec_of(*variants: str, **changes: object) -> SweepSpec:
     values: dict[str, object] = {
         "op": OP,
         "dtypes": ("float32",),
-        "backend": "host",
-        "world_size": 2,
         "variants": variants,
         "plugins": ("planted",),
         "trials": 30,
@@ -42,7 +47,8 @@ def spec_of(*variants: str, **changes: object) -> SweepSpec:
         "trial_timeout_s": 60.0,
         "command": "pytest",
     }
-    return SweepSpec(**{**values, **changes})  # type: ignore[arg-type]
+    spec: SweepSpec = spec_with(SweepSpec, backend_settings("host", 2), **{**values, **changes})
+    return spec
 
 
 def gang_processes(supervisor: int) -> list[int]:
@@ -152,7 +158,8 @@ import test_tuner_faults as t
 from tunedcomm.db.store import Database
 from tunedcomm.tuner.search.sweep import sweep
 with Database.open(sys.argv[1], create=True) as database:
-    sweep(t.spec_of("good", "deadlocks", shapes=((64,),), trial_timeout_s=300.0), database)
+    slow = {"more_rounds": 200, "round_budget_us": 0.0, "trial_timeout_s": 300.0}  # seconds a trial
+    sweep(t.spec_of("good", shapes=((64,),), **slow), database)
 """
 
 
@@ -240,5 +247,19 @@ def test_damage_is_not_charged_to_the_library(tmp_path: Path) -> None:
         snapshot = load_snapshot(trials[0].environment, 2, layers=[Layer("user", database.target)], strict=True)
     limits = limits_for(trials[0].environment, 2)
     for result in outcome.problems:
-        chosen = choose(snapshot, result.problem, Registered(limits, hash_if_known)).candidate
+        chosen = choose(snapshot, result.problem, Registered(limits, source_hash_of)).candidate
         assert result.best is None or result.best.candidate == chosen
+
+
+def test_the_library_is_timed_in_place_beside_itself(tmp_path: Path) -> None:
+    # So small that gloo never wins, where no share is told.
+    problems = tuple(Problem("all_reduce", (64,), "float32", 2, mode="eager", in_place=p) for p in (False, True))
+    settings = replace(backend_settings("host", 2), trials=2, finals=False)
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        done = sweep(SweepSpec(op="all_reduce", problems=problems, settings=settings), database)
+        stored = [trial for trial in database.trials() if trial.variant == "library"]
+    assert {trial.problem for trial in stored} == set(problems)
+    shares = [None if one.in_place_us is None else one.in_place_us / one.library_us for one in done.problems]
+    assert shares[1] is None
+    assert shares[0] is not None
+    assert 0.02 < shares[0] < 50

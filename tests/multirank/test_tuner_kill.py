@@ -21,12 +21,18 @@ import pytest
 from cases import processes
 from quick import FULL
 from replay import stand_in
+from spec_samples import spec_with
+from sqlalchemy import make_url
 
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
+from tunedcomm.hardware import process_start
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.gang.process import process_start
-from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, sweep
+from tunedcomm.tuner.machine import backend_settings
+from tunedcomm.tuner.search.progress import Progress
+from tunedcomm.tuner.search.spec import SweepSpec
+from tunedcomm.tuner.search.summary import SweepOutcome
+from tunedcomm.tuner.search.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
 RECORDING = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
@@ -41,7 +47,9 @@ def problems_of(*exponents: int) -> tuple[Problem, ...]:
 def spec_of(*exponents: int, **changes: Any) -> SweepSpec:
     values: dict[str, Any] = {"patience": 0, "command": "pytest", **changes}
     values["stand_in"] = stand_in(RECORDING, values.pop("replay_trial_s", 0.0))
-    return SweepSpec(op="all_reduce", problems=problems_of(*exponents), **values)
+    settings = backend_settings("cuda", 4)
+    spec: SweepSpec = spec_with(SweepSpec, settings, op="all_reduce", problems=problems_of(*exponents), **values)
+    return spec
 
 
 def gang_pids(supervisor: int) -> list[int]:
@@ -64,6 +72,16 @@ def table(trials: list[Trial]) -> TABLE:
         assert key not in found, key
         found[key] = (trial.status, trial.latency_p50_us)
     return found
+
+
+def test_a_budget_ends_the_sweep_in_the_midst_of_a_trial(tmp_path: Path) -> None:
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        done = sweep(spec_of(13, 14, replay_trial_s=60.0, budget_s=2.0), database)
+        assert not list(database.trials())
+    assert done.reason == "budget"
+    assert done.progress.elapsed_s <= done.start_s + 1.15 * 2.0 + 0.5
+    assert [one.reached for one in done.problems] == [False, False]
+    assert not done.unsolved
 
 
 SCRIPT = """
@@ -281,14 +299,17 @@ def test_what_a_killed_supervisor_had_claimed_is_done_by_the_other(database_url:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_crash", [False, True], ids=["stop", "crash"])
 def test_a_server_that_is_away_is_waited_for(
-    postgres_server: PostgresServer, postgres_url: str, alone_shared: Tried
+    postgres_server: PostgresServer, postgres_url: str, is_crash: bool, alone_shared: Tried
 ) -> None:
+    # A crash costs nothing that the server said was stored.
+    postgres_server.execute(f"ALTER DATABASE {make_url(postgres_url).database} SET synchronous_commit = on")
     Database.open(postgres_url, create=True).close()
     with supervisors(postgres_url, 2, 0.02) as started:
         wait_for(lambda: rows(postgres_url) > 40, 120)
-        postgres_server.stop()
-        time.sleep(6)
+        (postgres_server.crash if is_crash else postgres_server.stop)()
+        time.sleep(0.1 if is_crash else 6)
         postgres_server.start()
         assert [process.wait(240) for process in started] == [0, 0]
     check(postgres_url, alone_shared, share=2)

@@ -19,7 +19,9 @@ from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment, detect
 from tunedcomm.spec import Problem, get_variant
 from tunedcomm.symm.layout import limits_for
-from tunedcomm.tuner.search.sweep import ProblemResult, Progress, SweepOutcome, SweepSpec
+from tunedcomm.tuner.search.progress import Progress
+from tunedcomm.tuner.search.spec import SweepSpec
+from tunedcomm.tuner.search.summary import ProblemResult, SweepOutcome
 
 PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 4)
 

@@ -58,12 +58,64 @@ def test_no_import_cycles() -> None:
 
 
 def test_nothing_is_pickled() -> None:
-    """Databases and job files come from elsewhere: plain columns and JSON only."""
-    for path in MODULES:
+    """Databases and job files come from elsewhere: plain columns and JSON only.
+
+    The ranks of a job exchange objects, as by PyTorch's object collectives; these are never stored.
+    """
+    for path in set(MODULES) - {PACKAGE / "symm" / "exchange.py"}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {"pickle", "cloudpickle", "dill", "shelve"} & set(names), relative(path)
+
+
+# Functions of torch that make a tensor of the program's default dtype or on its default device.
+FACTORIES = frozenset(
+    "arange as_tensor asarray complex empty empty_permuted empty_strided eye full linspace logspace normal ones rand "
+    "randint randn randperm range scalar_tensor tensor tril_indices triu_indices zeros bartlett_window blackman_window "
+    "hamming_window hann_window kaiser_window".split()
+)
+LEGACY = re.compile(r"(Float|Double|Half|BFloat16|Byte|Char|Short|Int|Long|Bool|)Tensor")
+
+
+def loose_factories(source: str) -> list[str]:
+    """Calls that make a tensor whose dtype or device is the program's default, as `line: call`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner, name = ast.unparse(node.func.value), node.func.attr
+        named = {word.arg for word in node.keywords}
+        is_factory = owner in ("torch", "symm_mem") and name in FACTORIES
+        if (is_factory and not named >= {"dtype", "device"}) or (owner == "torch" and LEGACY.fullmatch(name)):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_tensors_name_their_dtype_and_device() -> None:
+    """Programs change the defaults while they load a model, which is when many groups make their first call."""
+    sources = {relative(path): path.read_text(encoding="utf-8") for path in MODULES}
+    assert {name: found for name, source in sources.items() if (found := loose_factories(source))} == {}
+    assert sum(source.count("torch.empty(") for source in sources.values()) > 20, "what is looked for is there"
+
+
+@pytest.mark.parametrize(
+    ("call", "is_loose"),
+    [
+        ("torch.empty(3, device=x.device)", True),
+        ("torch.zeros((3, 4), dtype=torch.int32)", True),
+        ("symm_mem.empty(4, device=device)", True),
+        ("torch.FloatTensor([1.0])", True),
+        ("torch.Tensor(3)", True),
+        ("torch.full((1,), 0.5, dtype=torch.float32, device='cpu')", False),
+        ("torch.empty_like(x)", False),
+        ("x.new_empty(3)", False),
+        ("torch.frombuffer(memory, dtype=torch.uint8)", False),
+        ("np.empty(3)", False),
+    ],
+)
+def test_loose_factories_are_found(call: str, is_loose: bool) -> None:
+    assert bool(loose_factories(f"def run():\n    return {call}\n")) is is_loose
 
 
 @pytest.mark.parametrize(("backend", "multicast"), some([(b, m) for b in ("cuda", "host") for m in (True, False)], 4))

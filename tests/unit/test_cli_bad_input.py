@@ -11,18 +11,21 @@ from pathlib import Path
 import pytest
 from cli_samples import refused
 
+from tunedcomm import hardware
 from tunedcomm.cli import options
 from tunedcomm.db import store
 from tunedcomm.db.store import Database
-from tunedcomm.metrics import format_bytes
-from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec
+from tunedcomm.metrics import format_bytes, plural
+from tunedcomm.tuner.search.progress import Progress
+from tunedcomm.tuner.search.spec import SweepSpec
+from tunedcomm.tuner.search.summary import SweepOutcome
 
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of GPUs that are found here, none."""
     found = [0]
-    monkeypatch.setattr(options, "num_gpu_ranks", lambda: found[0])
+    monkeypatch.setattr(hardware, "num_gpu_ranks", lambda: found[0])
     return found
 
 
@@ -77,6 +80,8 @@ OTHERS = [
     ("lookp", "'lookup'"),
     ("trim", "trim"),
     ("lookup --op all_reduce", "--shape"),
+    (f"lookup {ASKED} --op all_gather", "2 times"),
+    ("tune --op all_reduce --budget 1s --budget 2s", "--budget"),
     ("lookup --op allreduce --shape 8 --world-size 2", "did you mean 'all_reduce'"),
     ("lookup --op all_reduce --shape 8 --world-size 0", "--world-size"),
     ("lookup --op all_reduce --shape wide --world-size 2", "'wide'"),
@@ -99,7 +104,6 @@ OTHERS = [
     ("db export -", "stdout"),
     ("db export - --format jsonl --json", "not both"),
     ("db export out.csv --format csv", "'csv'"),
-    ("db export out.db --hardware H200", "nccl-csv"),
     ("db export --cluster H200!", "cannot name a cluster"),
     ("db export --cluster h200 --format jsonl", "SQLite"),
     ("db export --cluster h200 /dev/null", "/dev/null cannot be made"),
@@ -194,3 +198,7 @@ def test_options_become_a_problem() -> None:
 )
 def test_bytes(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_plurals() -> None:
+    assert [plural(count, "trial") for count in (0, 1, 2)] == ["0 trials", "1 trial", "2 trials"]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from cli_samples import Ended, run
 
+from tunedcomm import hardware
 from tunedcomm.bench import runner
-from tunedcomm.cli import options
 from tunedcomm.spec import Problem
 
 
@@ -55,19 +55,25 @@ class Gang:
         return [Problem.from_dict(problem) for problem in self.job["problems"]]
 
     def __call__(
-        self, module: str, arguments: Sequence[str], *, world_size: int, environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        world_size: int,
+        environment: Mapping[str, str],
+        on_wait: Callable[[], None],
     ) -> int:
         assert module == "tunedcomm.bench.runner"
         self.job, self.world_size = json.loads(Path(arguments[0]).read_text()), world_size
         if self.rows is not None:
-            Path(arguments[1]).write_text(json.dumps({"rows": self.rows, "left_out": self.left_out}))
+            Path(arguments[1]).write_text(json.dumps({"rows": self.rows, "left_out": self.left_out}) + "\n")
         return self.code
 
 
-def start(gang: Gang, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> Ended:
+def start(gang: Gang, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0, op: str = "all_reduce") -> Ended:
     monkeypatch.setattr(runner, "run_module", gang)
-    monkeypatch.setattr(options, "num_gpu_ranks", lambda: gpus)
-    return run("bench", "--op", "all_reduce", *arguments)
+    monkeypatch.setattr(hardware, "num_gpu_ranks", lambda: gpus)
+    return run("bench", "--op", op, *arguments)
 
 
 def test_table_compares_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +111,7 @@ def test_skew_is_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = start(gang, monkeypatch, "--shape", "512", "--skew")
     assert refused.code == 2
     assert "all_reduce has no experts" in refused.err
-    start(gang, monkeypatch, "--op", "ep_dispatch", "--shape", "8x128x2x4", "--skew")
+    start(gang, monkeypatch, "--shape", "8x128x2x4", "--skew", op="ep_dispatch")
     assert gang.job["inputs"] == "integers"
 
 
@@ -117,6 +123,31 @@ def test_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch, gpus: int,
     assert {problem.mode for problem in gang.problems} == {mode}
     assert gang.job["contenders"] is None
     assert len(gang.problems) >= 3
+
+
+@pytest.mark.parametrize("flag", ["", "--json"])
+def test_a_problem_is_printed_as_it_ends_and_stays_after_ctrl_c(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    class Interrupted(Gang):
+        def __call__(self, module: str, arguments: Sequence[str], **options: Any) -> int:
+            with Path(arguments[1]).open("a") as result:
+                for line in (
+                    {"now": "[1/2] first"},
+                    {"rows": [row("library", 14.0)], "left_out": []},
+                    {"now": "[2/2]"},
+                ):
+                    result.write(json.dumps(line) + "\n")
+                    result.flush()
+                    options["on_wait"]()
+                result.write('{"rows": [')  # in the midst of a line
+            raise KeyboardInterrupt
+
+    shown = start(Interrupted(None), monkeypatch, "--shape", "98304,512", *filter(None, [flag]))
+    assert shown.code == 130
+    assert [line for line in shown.err.splitlines() if line.startswith("[")] == ["[1/2] first", "[2/2]"]
+    if flag:
+        assert [one["contender"] for one in shown.json] == ["library"]
+    else:
+        assert shown.line("1.00x").endswith("library")
 
 
 @pytest.mark.parametrize("gang", [Gang(None), Gang([], code=1)], ids=["no result", "bad code"])

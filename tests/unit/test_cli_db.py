@@ -11,7 +11,6 @@ from cli_samples import PROBLEM, Ended, asked, real_trial, record, refused, run
 from db_samples import H200
 
 from tunedcomm import spec
-from tunedcomm.cli.stored import winner
 from tunedcomm.db.records import Pin
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import detect
@@ -36,13 +35,6 @@ def stored(tmp_path: Path) -> str:
     )
 
 
-def test_winner_is_the_fastest_of_the_finals() -> None:
-    assert winner([SEARCHED, LAMPORT, TWO_SHOT]) is LAMPORT
-    assert winner([SEARCHED]) is SEARCHED
-    assert winner([SEARCHED, real_trial("library", 14.0)]) is SEARCHED, "a budget ended before a challenger's final"
-    assert winner([HUNG]) is None
-
-
 def test_list_groups_by_environment_and_marks_what_autotune_made(stored: str) -> None:
     shown = run("db", "list", "--db", stored)
     assert shown.code == 0
@@ -60,7 +52,7 @@ def test_a_damaged_layer_is_skipped_and_named(stored: str, tmp_path: Path, monke
     damaged = tmp_path / "damaged.db"
     damaged.write_bytes(b"no database at all " * 100)
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(damaged))
-    shown = run("db", "list")
+    shown = run("db", "list", "--all")
     assert shown.code == 0
     assert "H200" in shown.out
     assert str(damaged) in shown.err
@@ -90,6 +82,23 @@ def test_show_of_an_unknown_problem_names_the_one_that_is_stored(stored: str, op
     assert shown.code == 1
     assert told in " ".join(shown.err.split())
     assert run(*asked, "--json").json == []
+
+
+@pytest.mark.parametrize("verb", [("list",), ("stats",), ("show", *ASKED)], ids=lambda verb: verb[0])
+def test_rows_of_this_machine_by_default_and_others_when_they_are_named(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    path = record(tmp_path / "user.db", LAMPORT, real_trial("two_shot", 5.0, detect(None)))
+    named = {(): False, ("--all",): True, ("--hardware", "H200"): True, ("--db", path): True}
+    for options, with_others in named.items():
+        shown = run("db", *verb, *options)
+        assert (shown.code, "H200" in shown.out) == (0, with_others), options
+        assert (detect(None).gpu in shown.out) == ("H200" not in options), options
+        assert ("H200" in str(run("db", *verb, *options, "--json").json)) == with_others
+
+
+def test_show_says_that_other_hardware_has_trials(stored: str) -> None:
+    shown = run("db", "show", *ASKED)
+    assert shown.code == 1
+    assert "--all" in shown.err
 
 
 def pins_of(path: str) -> list[Pin]:
@@ -155,15 +164,19 @@ def test_pin_for_this_machine(tmp_path: Path) -> None:
         ("--variant", "two_shot", "--config", "colour=blue", *WHY),
         ("--variant", "library", "--config", "num_blocks=8", *WHY),
         ("--variant", "multimem_one_shot", *WHY),  # H200 without multicast
-        ("--variant", "torch_one_shot", *WHY),  # nothing would end its waits
+        ("--variant", "spinning", *WHY),  # nothing would end its waits
         ("--variant", "lamport"),
         ("--variant", "lamport", "--reason", "  "),
         ("--variant", "lamport", *WHY, "--hardware", "B200"),
     ],
     ids=" ".join,
 )
-def test_what_could_not_run_is_not_pinned(stored: str, options: tuple[str, ...]) -> None:
-    refused("db", "pin", *ASKED, *ON_H200, *options)
+def test_what_could_not_run_is_not_pinned(
+    stored: str, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    spinning = replace(get_variant("all_reduce", "lamport"), name="spinning", waits_time_out=False)
+    monkeypatch.setitem(spec._variants, ("all_reduce", "spinning"), spinning)
+    refused("db", "pin", *ASKED, *(() if "--hardware" in options else ON_H200), *options)
     assert pins_of(stored) == []
 
 
@@ -202,3 +215,8 @@ def test_unordered_variant_is_said_to_serve_few(stored: str, monkeypatch: pytest
     done = pin("--variant", "loose")
     assert done.code == 0
     assert "numerics='any'" in done.err
+
+
+def test_one_is_no_plural(tmp_path: Path) -> None:
+    shown = run("db", "stats", "--db", record(tmp_path / "one.db", LAMPORT))
+    assert "1 trial, 1 problem, 1 environment, 0 runs, 0 pins" in shown.out

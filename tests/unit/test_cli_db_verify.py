@@ -10,11 +10,11 @@ from cli_samples import Ended
 from cli_samples import run as run_command
 from verify_samples import SIZES, Change, at_ratio, run, tuned, tuned_copy
 
-from tunedcomm.cli import options
+from tunedcomm import hardware
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate
-from tunedcomm.tuner.search.sweep import Progress
+from tunedcomm.tuner.search.progress import Progress
 from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec
 
 
@@ -41,7 +41,7 @@ class Verify:
 
 def start(stand_in: Verify, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Ended:
     monkeypatch.setattr("tunedcomm.tuner.verify.verify", stand_in)
-    monkeypatch.setattr(options, "num_gpu_ranks", lambda: 4)
+    monkeypatch.setattr(hardware, "num_gpu_ranks", lambda: 4)
     return run_command("db", "verify", *arguments)
 
 
@@ -60,7 +60,7 @@ def test_verb_prints_what_drifted(path: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_verb_as_json(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = Verify(path, tmp_path, {})
-    options = "--op all_reduce --dtype bfloat16 --mode graph --limit 7 --tolerance 5% --gangs 2 --json"
+    options = "--op all_reduce --dtype bfloat16 --mode graph --limit 7 --tolerance 5% --world-size 2 --gangs 2 --json"
     shown = start(stand_in, monkeypatch, "--db", str(path), *options.split())
     assert shown.code == 0, shown.err
     answer = shown.json
@@ -70,6 +70,6 @@ def test_verb_as_json(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     spec = stand_in.spec
     assert spec is not None
     assert (spec.ops, spec.dtypes, spec.modes) == (("all_reduce",), ("bfloat16",), ("graph",))
-    assert (spec.limit, spec.tolerance, spec.gangs, spec.world_size) == (7, 0.05, 2, 4)
+    assert (spec.limit, spec.tolerance, spec.settings.gangs, spec.settings.world_size) == (7, 0.05, 2, 2)
     assert spec.layers == (Layer("user", str(path)),)
     assert stand_in.stored

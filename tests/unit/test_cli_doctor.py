@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from cli_samples import run
+from db_samples import H200, problem, trial
 from programs import python
 
 from tunedcomm.cli import doctor
 from tunedcomm.cli.output import Line
 from tunedcomm.db import engine
+from tunedcomm.db.store import Database
 from tunedcomm.kernels import plugins
+from tunedcomm.spec import get_op
 
 
 def by_name(checks: list[Line], name: str) -> Line:
@@ -45,6 +49,48 @@ def test_databases_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("TUNEDCOMM_DB", str(damaged))
     found = databases("user")
     assert (found.level, str(damaged) in found.detail) == ("fail", True)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_home_that_cannot_be_written_is_a_warning_with_the_fix(
+    is_there: bool, ordinary_user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ordinary_user / "share" / "tuned.db"
+    monkeypatch.setenv("TUNEDCOMM_DB", str(path))
+    if is_there:
+        Database.open(path, create=True).close()
+        path.chmod(0o444)
+    else:
+        path.parent.mkdir()
+    path.parent.chmod(0o555)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    found = databases("user")
+    assert (found.level, "TUNEDCOMM_DB" in found.fix, str(path) in found.detail) == ("warn", True, True)
+    assert "fail" not in {check.level for check in doctor.check_databases()}
+
+
+def test_an_empty_server_is_no_failure(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_DB", postgres_url)
+    found = databases("user")
+    assert (found.level, "empty" in found.detail, "tunedcomm tune" in found.detail) == ("ok", True, True)
+    Database.open(postgres_url, create=True).close()
+    assert "0 problems" in databases("user").detail
+
+
+@pytest.mark.parametrize("part", ["all", "library", "one"])
+def test_a_machine_is_tuned_where_an_op_is_at_its_default_sizes(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "environment_here", lambda: H200)
+    monkeypatch.setattr("tunedcomm.db.layers.packaged_databases", list)
+    sizes = get_op("all_reduce").default_shapes("cuda", 2)
+    kinds = ["library"] if part == "library" else ["library", "one_shot"]
+    shapes = sizes[: 1 if part == "one" else None]
+    with Database.open(os.environ["TUNEDCOMM_DB"], create=True) as database:
+        database.record(trial(kind, problem=problem(2 * shape[0])) for shape in shapes for kind in kinds)
+    (found,) = doctor.check_this_machine()
+    assert found.level == ("ok" if part == "all" else "warn")
+    assert ("all_reduce" in found.detail) == (part != "library")
+    assert bool(found.fix) == (part != "all")
 
 
 def test_network_file_system_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

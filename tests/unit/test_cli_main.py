@@ -86,7 +86,7 @@ def explain_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], 
         def fail(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(explain, "choose", fail)
+        monkeypatch.setattr(explain, "look_up", fail)
 
     return plant
 
@@ -125,10 +125,46 @@ def test_version_completion_and_stopping(explain_fails: Callable[[BaseException]
     assert VERSION in run("--version").out
     explain_fails(KeyboardInterrupt())
     assert run(*EXPLAIN).code == 130
-    words = {"_TUNEDCOMM_COMPLETE": "complete_bash", "COMP_WORDS": "tunedcomm db exp", "COMP_CWORD": "2"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("tunedcomm db exp", ["export"]),
+        ("tunedcomm lookup --op all_reduce_", ["all_reduce_bias", "all_reduce_rms_norm"]),
+        ("tunedcomm tune --op gemm_ar --variants library,chunked", ["library,chunked"]),
+        ("tunedcomm tune --model qwen3-8b,llama3-8", ["qwen3-8b,llama3-8b"]),
+    ],
+)
+def test_verbs_ops_variants_and_models_are_completed(typed: str, found: list[str]) -> None:
+    words = {"_TUNEDCOMM_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     command = [sys.executable, "-m", "tunedcomm.cli.main"]
     done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["export"]
+    assert done.stdout.split() == found
+
+
+@pytest.mark.parametrize(
+    "arguments", ["lookup --shpe", "lookup", "lookp", "lookup --op all_reduce --shape wide --world-size 2", "db trim"]
+)
+def test_usage_errors_are_one_line_with_the_way_to_help(arguments: str) -> None:
+    (line,) = run(*arguments.split()).err.splitlines()
+    assert line.startswith("tunedcomm: UsageError: ")
+    assert "--help`" in line
+
+
+def test_help_has_a_short_name_and_is_printed_where_no_verb_is_named() -> None:
+    assert run("lookup", "-h").out == run("lookup", "--help").out != ""
+    for verb in ((), ("db",)):
+        ended = run(*verb)
+        assert (ended.code, ended.err.strip()) == (2, run(*verb, "-h").out.strip())
+
+
+def test_characters_that_the_output_lacks_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "PYTHONIOENCODING", "ascii:strict")
+    code = "from tunedcomm.cli import main, output; main.code_of = lambda _: output.show(['µs … é'], ['µs … é']"
+    for flag, printed in (("True", r'[\n  "\u00b5s \u2026 \u00e9"\n]\n'), ("False", "us ~ \\xe9\n")):
+        done = python("-c", f"{code}, as_json={flag}) or 0; main.run([])")
+        assert done.stdout == printed.replace(r"\n", "\n")
 
 
 @pytest.mark.parametrize("verb", [EXPLAIN, ("tune", "--list-models")], ids=["explain", "tune"])
@@ -141,6 +177,27 @@ def test_a_closed_pipe_is_no_trouble(verb: tuple[str, ...]) -> None:
     os.close(writes)
     assert done.returncode == 141
     assert "Error" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", [(*EXPLAIN, "--hardware", "h200"), ("--help",)], ids=["explain", "help"])
+@pytest.mark.parametrize(
+    ("redirection", "variables", "code", "num_lines"),
+    [
+        (">/dev/full", {}, 1, 1),
+        (">/dev/full", {"PYTHONUNBUFFERED": "1"}, 1, 1),
+        (">&-", {}, 0, 0),
+        (">&- 2>&-", {}, 0, 0),
+        (">/dev/null", {"PYTHONIOENCODING": "ascii:strict"}, 0, 0),
+    ],
+    ids=["full", "full, unbuffered", "closed", "both closed", "ASCII"],
+)
+def test_output_that_cannot_be_written_is_one_line(
+    verb: tuple[str, ...], redirection: str, variables: dict[str, str], code: int, num_lines: int
+) -> None:
+    command = f"exec {shlex.join([sys.executable, '-m', 'tunedcomm.cli.main', *verb])} {redirection}"
+    environment = {**os.environ, **variables}
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, num_lines), done.stderr
 
 
 def test_help_is_fast_and_loads_nothing_heavy_and_databases_move_without_torch(tmp_path: Path) -> None:

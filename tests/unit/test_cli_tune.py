@@ -14,7 +14,8 @@ from cli_samples import Ended, Sweep, outcome, real_trial, record, refused, run
 from db_samples import H200, START
 from rich.console import Console
 
-from tunedcomm.cli import options
+from tunedcomm import hardware, spec
+from tunedcomm.cli.models import catalog
 from tunedcomm.cli.progress import JsonLines, PlainLines, describe, live_view
 from tunedcomm.cli.tune import show_command
 from tunedcomm.db.misses import Miss, append, read
@@ -22,10 +23,15 @@ from tunedcomm.db.records import Status, Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, detect
-from tunedcomm.spec import Candidate, Problem
+from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.tuner.gang.supervisor import GangProgress
-from tunedcomm.tuner.models import catalog
-from tunedcomm.tuner.search.sweep import ProblemResult, Progress, VariantSummary, summarise_variants
+from tunedcomm.tuner.search.progress import Progress
+from tunedcomm.tuner.search.summary import (
+    ProblemResult,
+    VariantSummary,
+    summarise_problem,
+    summarise_variants,
+)
 
 PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 2, mode="eager")
 OTHER = Problem("all_reduce", (512,), "float16", 2, mode="eager", in_place=True)
@@ -46,7 +52,7 @@ def result(**changes: Any) -> ProblemResult:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of GPUs that are found here, none."""
     found = [0]
-    monkeypatch.setattr(options, "num_gpu_ranks", lambda: found[0])
+    monkeypatch.setattr(hardware, "num_gpu_ranks", lambda: found[0])
     return found
 
 
@@ -71,35 +77,30 @@ def test_no_option_is_the_sensible_thing(sweep: Sweep, gpus: list[int], tmp_path
     (spec,) = sweep.specs
     assert sweep.path == tmp_path / "user.db"
     assert sweep.path.exists()
-    assert (spec.shapes, spec.modes, spec.budget_s, spec.gangs) == ((), (), None, None)
-    assert (spec.dtypes, spec.reductions, spec.world_size) == (("bfloat16",), ("sum",), 4)
+    assert (spec.shapes, spec.modes, spec.budget_s, spec.settings.gangs) == ((), (), None, 1)
+    assert (spec.dtypes, spec.reductions, spec.settings.world_size) == (("bfloat16",), ("sum",), 4)
     assert spec.command.startswith("tunedcomm")
 
 
 def test_without_gpus_the_host_is_tuned_with_a_note(sweep: Sweep) -> None:
     assert "nothing about GPUs" in tune().err
-    assert (sweep.specs[0].backend, sweep.specs[0].world_size) == ("host", 2)
+    assert (sweep.specs[0].settings.backend, sweep.specs[0].settings.world_size) == ("host", 2)
 
 
 def test_options_reach_the_sweep(sweep: Sweep, gpus: list[int], tmp_path: Path) -> None:
     gpus[0] = 4
     path = tmp_path / "cluster.db"
     problems = "--shape 512,1024 --shape 98304 --dtype bfloat16,float16 --mode both --reduction avg --input-kind both"
-    search = f"--world-size 2 --variants lamport,two_shot --budget 10m --trials 30 --gangs 3 --seed 7 --db {path}"
+    search = f"--world-size 2 --variants lamport,two_shot --budget 10m --trials 30 --gangs 2 --seed 7 --db {path}"
     assert tune(f"{problems} {search} --retry").code == 0
     (spec,) = sweep.specs
     assert sweep.path == path
     assert spec.shapes == ((512,), (1024,), (98304,))
     assert (spec.dtypes, spec.modes, spec.reductions) == (("bfloat16", "float16"), ("graph", "eager"), ("avg",))
-    assert (spec.input_kinds, spec.variants) == (("plain", "symmetric"), ("lamport", "two_shot"))
-    assert (spec.world_size, spec.budget_s, spec.trials, spec.seed, spec.retry, spec.gangs) == (
-        2,
-        600.0,
-        30,
-        7,
-        True,
-        3,
-    )
+    settings = spec.settings
+    assert (spec.input_kinds, settings.variants) == (("plain", "symmetric"), ("lamport", "two_shot"))
+    assert (settings.world_size, settings.trials, settings.seed, settings.retry, settings.gangs) == (2, 30, 7, True, 2)
+    assert spec.budget_s == 600.0
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,8 @@ def test_a_model_gives_shapes_ranks_and_scalings(
     gpus[0] = 4
     ended = run("tune", "--op", op, "--model", *options.split())
     assert ended.code == 0, ended.err
-    assert {name: getattr(sweep.specs[0], name) for name in found} == found
+    spec = sweep.specs[0]
+    assert {name: getattr(spec, name, getattr(spec.settings, name, None)) for name in found} == found
 
 
 def test_models_are_listed_without_an_op() -> None:
@@ -160,6 +162,22 @@ def test_one_copy_a_host_tunes(
     ended = tune()
     assert ended.code == 0
     assert (not sweep.specs, "another copy" in ended.err, not (tmp_path / "user.db").exists()) == (spare, spare, spare)
+
+
+def test_a_dry_run_lists_problems_candidates_and_an_estimate(sweep: Sweep, gpus: list[int], tmp_path: Path) -> None:
+    asked = "--shape 512,98304 --dtype float32 --trials 3"
+    found = tune(f"{asked} --dry-run --json").json
+    assert [one["problem"]["shape"] for one in found["problems"]] == [[512], [98304]]
+    assert all(one["candidates"]["library"] == 1 and len(one["candidates"]) > 1 for one in found["problems"])
+    assert [one["trials"] for one in found["problems"]] == [3, 3]
+    assert found["trials"] == 6
+    assert found["seconds"] > 0  # as the sweeps of the packaged databases
+    assert tune(f"{asked} --dry-run --budget 1s --json").json["seconds"] <= 1
+    text = tune(f"{asked} --dry-run")
+    assert "host_one_shot" in text.line("98304")
+    assert "at most 6 trials" in text.out
+    assert not sweep.specs
+    assert not (tmp_path / "user.db").exists()
 
 
 # What is printed, and the exit code
@@ -200,6 +218,31 @@ def test_a_problem_without_a_candidate_or_a_baseline_is_exit_code_1(sweep: Sweep
     assert f"no baseline at {PROBLEM}" in ended.err
 
 
+def test_gains_are_over_the_librarys_best_form_and_say_which(sweep: Sweep) -> None:
+    sweep.result = outcome(result(in_place_us=6.0), result(problem=OTHER, in_place_us=15.0))
+    first, second = (line.split() for line in tune().out.splitlines() if "lamport" in line)
+    assert first[first.index("6.00") :][:4] == ["6.00", "in", "place", "1.50x"]
+    assert second[second.index("14.0") :][:2] == ["14.0", "3.50x"]
+    assert [one["in_place_us"] for one in json.loads(tune("--json").out)["problems"]] == [6.0, 15.0]
+
+
+def test_the_library_is_compared_with_itself_in_one_form() -> None:
+    library = best(variant="library", config={}, final=False)
+    rows = [library, best(final=False)]
+    assert summarise_problem(PROBLEM, rows, library.candidate, in_place_share=0.5).best_library_us == 4.0
+    assert summarise_problem(PROBLEM, rows, rows[1].candidate, in_place_share=0.5).best_library_us == 7.0
+
+
+def test_a_problem_that_the_budget_did_not_reach_is_named_and_no_failure(sweep: Sweep) -> None:
+    missing = result(problem=OTHER, best=None, library_us=None, num_trials=0, failures={}, reached=False)
+    sweep.result = outcome(result(), missing)
+    ended = tune()
+    assert ended.code == 0
+    assert "(not reached)" in ended.out
+    assert str(OTHER) in ended.err
+    assert [one["reached"] for one in json.loads(tune("--json").out)["problems"]] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "part"),
     [(KeyboardInterrupt(), 130, "same command goes on"), (TuningError("gangs die"), 1, "TuningError: gangs die")],
@@ -234,8 +277,8 @@ def fate(variant: str = "lamport", *, num_ran: int = 0, infeasible: str = "", **
         ([fate(num_ran=1, incorrect=3)], "", 0, [], ["planted"]),
         ([fate(infeasible="needs NVLink")], "--variants lamport", 0, ["needs NVLink"], []),
         ([fate("multimem_one_shot", num_ran=1)], "--variants multimem_one_shot", 0, ['numerics="any"'], []),
-        ([fate("torch_one_shot", num_ran=1)], "--variants torch_one_shot", 0, ["only when it is forced"], []),
-        ([fate("torch_one_shot", num_ran=1)], "", 0, [], ["was measured"]),
+        ([fate("spinning", num_ran=1)], "--variants spinning", 0, ["only when it is forced"], []),
+        ([fate("spinning", num_ran=1)], "", 0, [], ["was measured"]),
         ([fate(num_ran=1)], "--variants lamport", 0, [], ["was measured", "--retry"]),
     ],
 )
@@ -250,6 +293,8 @@ def test_what_became_of_variants_is_told(
     unsaid: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    spinning = replace(get_variant("all_reduce", "lamport"), name="spinning", waits_time_out=False)
+    monkeypatch.setitem(spec._variants, ("all_reduce", "spinning"), spinning)
     sweep.result = outcome(result(), variants=tuple(summaries))
     ended = tune(options)
     assert ended.code == code
@@ -294,9 +339,9 @@ def test_summaries_count_the_last_trial_of_each_candidate() -> None:
 
 def gang(problem: Problem | None, slot: int = 0) -> GangProgress:
     if problem is None:
-        return GangProgress(slot=slot, step="starting")
+        return GangProgress(slot=slot, phase="starting")
     candidate = Candidate.of("all_reduce", "lamport", {"num_blocks": 8})
-    return GangProgress(slot=slot, step="running", problem=problem, candidate=candidate, best_us=4.0, library_us=14.0)
+    return GangProgress(slot=slot, phase="running", problem=problem, candidate=candidate, best_us=4.0, library_us=14.0)
 
 
 def progress(*problems: Problem | None, **changes: Any) -> Progress:
@@ -319,7 +364,7 @@ def test_line_says_where_the_sweep_stands() -> None:
 
 
 def test_progress_says_what_is_waited_for_and_for_how_long() -> None:
-    binding = replace(gang(PROBLEM), step="binding", silent_s=60.2, patience_s=120.0)
+    binding = replace(gang(PROBLEM), phase="binding", silent_s=60.2, patience_s=120.0)
     text = "waiting for bind of lamport(num_blocks=8), 60 of 120 s"
     assert text in describe(progress(PROBLEM), binding)
     assert "waiting for" not in describe(progress(PROBLEM), replace(binding, silent_s=1.0))
@@ -398,9 +443,24 @@ def test_what_was_missed_is_tuned_most_called_first(sweep: Sweep, log: Path, tmp
     assert ended.code == 0, ended.err
     (spec,) = sweep.specs
     assert spec.problems == (PROBLEM, OTHER)
-    assert (spec.op, spec.world_size, spec.budget_s, spec.trials, spec.seed) == ("all_reduce", 2, 600.0, 5, 3)
-    assert (spec.variants, spec.retry, sweep.path) == (("lamport",), True, tmp_path / "user.db")
+    assert (spec.op, spec.settings.world_size, spec.budget_s) == ("all_reduce", 2, 600.0)
+    assert (spec.settings.trials, spec.settings.seed, spec.settings.retry) == (5, 3, True)
+    assert (spec.settings.variants, sweep.path) == (("lamport",), tmp_path / "user.db")
     assert f"900 calls  {PROBLEM}" in ended.err
+
+
+def test_misses_of_several_ops_are_one_sweep_within_one_budget(sweep: Sweep, log: Path) -> None:
+    """A sweep for each op would start its processes anew, and the budget would not count that."""
+    other = replace(PROBLEM, op="all_gather", reduction="")
+    append(log, [miss(other, 1000)])
+    sweep.result = outcome(result(), result(problem=other))
+    ended = from_misses("--budget 10s")
+    assert ended.code == 0, ended.err
+    (spec,) = sweep.specs
+    assert (spec.problems, spec.budget_s) == ((other, PROBLEM, OTHER), 10.0)
+    for op in ("all_gather, 2 ranks", "all_reduce, 2 ranks"):
+        assert op in ended.out
+    assert ended.out.count("trials in") == 1
 
 
 def test_what_is_tuned_by_now_is_left_alone_and_out_of_the_log(sweep: Sweep, log: Path, tmp_path: Path) -> None:
@@ -433,12 +493,12 @@ def test_gpus_are_asked_for_their_own_misses(
 ) -> None:
     append(log, [miss(replace(PROBLEM, shape=(1026,), mode="graph", world_size=4), 7, H200)])
     gpus[0] = 4
-    monkeypatch.setattr("tunedcomm.tuner.search.sweep._DETECT", f"print({json.dumps(H200.to_dict())!r})")
+    monkeypatch.setattr("tunedcomm.tuner.machine._DETECT", f"print({json.dumps(H200.to_dict())!r})")
     assert from_misses().code == 0
     assert [p.shape for p in sweep.specs[0].problems] == [(1026,)]
     from_misses("--backend host")
     assert sweep.specs[1].problems == (PROBLEM, OTHER)
-    monkeypatch.setattr("tunedcomm.tuner.search.sweep._DETECT", "raise RuntimeError('no driver')")
+    monkeypatch.setattr("tunedcomm.tuner.machine._DETECT", "raise RuntimeError('no driver')")
     assert "no driver" in from_misses().err
 
 

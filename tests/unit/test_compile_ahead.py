@@ -157,16 +157,6 @@ def test_a_problem_needs_few_binaries_and_little_time_and_accumulators_fit_into_
     assert {(256, 128), (128, 128), (64, 128), (16, 64)} <= tiles["float8_e4m3fn"]
 
 
-@pytest.mark.parametrize(("shape", "fits"), [((512, 256, 64), True), ((384, 256, 64), False), ((512, 260, 64), False)])
-def test_the_native_operator_takes_whole_tiles(shape: tuple[int, ...], *, fits: bool) -> None:
-    """Two ranks; the operator's tile has 128 rows and 16-byte rows of operands."""
-    variant = get_variant("ag_gemm", "torch_fused")
-    problem = Problem("ag_gemm", shape, "bfloat16", 2, layout="nk")
-    refused = variant.infeasible(problem, {"native": True}, GPU) or ""
-    assert ("whole 128 rows" not in refused) is fits
-    assert variant.infeasible(problem, {"native": False}, GPU) is None
-
-
 @pytest.mark.parametrize(
     ("op", "shape"), [("ag_gemm", (0, 64, 64)), ("gemm_rs", (64, 0, 64)), ("gemm_ar", (64, 64, 0))]
 )

@@ -7,16 +7,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symm_mem
 
-from tunedcomm import metrics
+from tunedcomm import kernels, metrics
 from tunedcomm.bench import contenders
 from tunedcomm.bench.contenders import TORCH_PEERS
+from tunedcomm.bench.csv import floor_us
 from tunedcomm.peers import LeftOut, Peer
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Problem, get_op
 
+kernels.discover()
 PEERS = Path(__file__).parents[2] / "bench" / "peers"
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 REDUCED = Problem("all_reduce", (4096,), "bfloat16", 4, reduction="sum")
@@ -31,9 +35,10 @@ def made(name: str, problem: Problem, device: torch.device = CUDA) -> list[Peer]
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_torch_has_nothing_to_say_of_other_ops_and_of_the_host(name: str) -> None:
-    assert made(name, GEMM) == []
-    assert made(name, REDUCED, CPU) == []
-    assert made(name, replace(REDUCED, reduction="max")) == []
+    other, own = (REDUCED, GEMM) if name == "torch_fused" else (GEMM, REDUCED)
+    assert made(name, other) == []
+    assert made(name, own, CPU) == []
+    assert made(name, replace(own, reduction="max")) == []
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,42 @@ def test_low_contention_operators_are_called_on_symmetric_inputs_and_waited_for(
 
 
 @pytest.mark.parametrize(
+    ("shape", "configs"),
+    [
+        ((512, 256, 64), ["native=False", "native=True"]),
+        ((384, 256, 64), ["native=False"]),
+        ((512, 260, 64), ["native=False"]),
+    ],
+)
+def test_the_fused_gather_is_called_with_the_operands_and_its_result_copied(
+    shape: tuple[int, int, int], configs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks; the native operator's tile has 128 rows and 16-byte rows of operands."""
+    problem = Problem("ag_gemm", shape, "bfloat16", 2, layout="nk")
+    spec, (m, n, k) = get_op("ag_gemm"), shape
+
+    def gather(a: torch.Tensor, b: Any, *rest: object, **options: object) -> tuple[Any, Any]:
+        product = torch.cat((a, a)) @ (b[0] if rest[0] == 0 else b)
+        return None, [product] if rest[0] == 0 else product
+
+    monkeypatch.setattr(contenders, "default_group", lambda: SimpleNamespace(group_name="0"))
+    monkeypatch.setattr(symm_mem, "_fused_all_gather_matmul_native", gather, raising=False)
+    operators = SimpleNamespace(fused_all_gather_matmul=gather, _async_input_mm=None)
+    monkeypatch.setattr(torch.ops, "symm_mem", operators)
+    made_here = SimpleNamespace(
+        make_outputs=lambda problem, device: spec.make_outputs(problem, CPU),
+        make_inputs=lambda *rest: spec.make_inputs(*rest[:-1], CPU),
+    )
+    monkeypatch.setattr(contenders, "get_op", lambda name: made_here)
+    peers = made("torch_fused", problem)
+    assert [peer.config for peer in peers] == configs
+    for peer in peers:
+        a, b, *_ = inputs = peer.allocate()
+        assert (a.shape, b.shape) == ((m // 2, k), (n, k))
+        assert torch.equal(peer.run(inputs)[0], torch.cat((a, a)) @ b.T)
+
+
+@pytest.mark.parametrize(
     ("shape", "rows"), [((512,), (1, 512)), ((98304,), (12, 8192)), ((24,), (3, 8)), ((64, 5120), (64, 5120))]
 )
 def test_flashinfer_is_given_rows(shape: tuple[int, ...], rows: tuple[int, int]) -> None:
@@ -104,24 +145,22 @@ FACTORS = {
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
-    assert {of: metrics.busbw_factor(*of) for of in FACTORS} == pytest.approx(FACTORS)
+    assert {(op, ranks): get_op(op).busbw_factor(ranks) for op, ranks in FACTORS} == pytest.approx(FACTORS)
+    assert get_op("gemm_rs").busbw_factor is None
     assert metrics.algbw_gb_s(1_000_000, 10.0) == pytest.approx(100.0)
-    assert metrics.busbw_gb_s("all_reduce", 1_000_000, 10.0, 4) == pytest.approx(150.0)
 
 
 def test_floor_is_the_time_of_the_links() -> None:
-    assert metrics.floor_us("all_reduce", 128 << 20, 4, 351.0) == pytest.approx(573.6, abs=0.1)
-    at_floor = metrics.floor_us("all_gather", 1 << 20, 4, 300.0)
-    assert metrics.busbw_gb_s("all_gather", 1 << 20, at_floor, 4) == pytest.approx(300.0)
+    assert floor_us(get_op("all_reduce"), 128 << 20, 4, 351.0) == pytest.approx(573.6, abs=0.1)
+    assert floor_us(get_op("all_gather"), 1 << 20, 4, 300.0) == pytest.approx((3 << 20) / 300e3)
+    assert floor_us(get_op("gemm_rs"), 3_000, 4, 300.0) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
     ("text", "call"),
     [
-        ("gemm_rs", lambda: metrics.busbw_factor("gemm_rs", 4)),
-        ("world_size.*0", lambda: metrics.busbw_factor("all_reduce", 0)),
+        ("world_size.*0", lambda: metrics.all_reduce_factor(0)),
         ("latency_us.*0", lambda: metrics.algbw_gb_s(8, 0)),
-        ("link_gb_s.*-1", lambda: metrics.floor_us("all_reduce", 8, 2, -1)),
     ],
 )
 def test_bad_values_are_refused(text: str, call: Callable[[], float]) -> None:

@@ -293,7 +293,7 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
     ("trial", {"problem": {}}, "op is missing"),
     ("trial", {"id": 7}, "'id'"),
     ("trial", {"kind": "trail"}, "'trail'"),
-    ("environment", {"num_sms": 131}, "that of its fields is"),
+    ("environment", {"num_sms": 131}, "have the digest"),
     ("run", {"seed": 2**63}, "seed"),
     ("variant", {"numerics": "sloppy"}, "'sloppy'"),
     ("pin", {"environment": "0" * 32}, "gives environment"),

@@ -18,7 +18,7 @@ from transfer_samples import SIZES, config, everything, in_words, snapshot_of, s
 from tunedcomm import settings
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases, site_databases
 from tunedcomm.db.manifest import manifest_path, verify_manifest
-from tunedcomm.db.records import Trial
+from tunedcomm.db.schema import Base
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import Form, cluster_file, export_database, import_databases, merge_databases
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError
@@ -91,6 +91,16 @@ def test_is_one_file_that_needs_no_other(source: Path, tmp_path: Path) -> None:
         assert [path.name for path in folder.iterdir()] == ["out.db"]
     finally:
         folder.chmod(0o755)
+
+
+def test_gives_the_same_bytes_in_every_process(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set()
+    for is_reversed in (False, True):
+        for table in Base.metadata.tables.values():  # whose indexes are a set, in another order in every process
+            ordered = sorted(table.indexes, key=lambda index: str(index.name), reverse=is_reversed)
+            monkeypatch.setattr(table, "indexes", ordered)
+        digests.add(export_database([source], tmp_path / f"{is_reversed}.db").sha256)
+    assert len(digests) == 1
 
 
 def test_merging_loses_nothing(tmp_path: Path) -> None:
@@ -198,7 +208,7 @@ def said(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("form", ["sqlite", "jsonl", "nccl-csv"])
+@pytest.mark.parametrize("form", ["sqlite", "jsonl"])
 def test_says_what_the_file_is(tmp_path: Path, form: Form) -> None:
     source = store(tmp_path / "source.db", sweep())
     out = tmp_path / f"out.{form}"
@@ -208,7 +218,7 @@ def test_says_what_the_file_is(tmp_path: Path, form: Form) -> None:
     assert manifest["file"] == out.name
     assert (manifest["sha256"], manifest["num_bytes"]) == (hashlib.sha256(data).hexdigest(), len(data))
     assert (export.sha256, export.num_bytes) == (manifest["sha256"], manifest["num_bytes"])
-    assert (manifest["file_format"], manifest["schema"], manifest["everything"]) == (form, "0003", False)
+    assert (manifest["file_format"], manifest["schema"], manifest["everything"]) == (form, "0004", False)
     assert manifest["rows"] == export.rows
     assert manifest["left_out"] == export.left_out > 0
     assert [entry["digest"] for entry in manifest["environments"]] == [H200.digest, OLDER.digest]
@@ -295,91 +305,3 @@ def test_shipped_databases_are_what_their_manifests_say(path: Path) -> None:
         assert manifest["world_sizes"] == sorted({p.world_size for p in database.problems()})
         assert [e["digest"] for e in manifest["environments"]] == [e.digest for e in database.environments()]
     assert problem().op in manifest["ops"]
-
-
-# The file for NCCL's example tuner plugin, read by the rules of that plugin
-
-
-COLLECTIVES = {"broadcast", "reduce", "allgather", "reducescatter", "allreduce"}
-ALGORITHMS = {"tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat"}
-PROTOCOLS = {"ll", "ll128", "simple"}
-
-
-def read_as_nccl_does(data: bytes) -> list[list[str]]:
-    """Lines come in pieces of 255 bytes; comments and empty lines are skipped; 8 to 10 fields, blanks trimmed.
-
-    The plugin takes a name that it does not know for a default; here that is an error.
-    """
-    rows = []
-    for whole in data.splitlines(keepends=True):
-        for start in range(0, len(whole), 255):
-            piece = whole[start : start + 255]
-            if piece[:1] in (b"#", b"\n"):
-                continue
-            fields = [field.strip(b" \t").decode("ascii") for field in piece.rstrip(b"\n").split(b",") if field]
-            assert 8 <= len(fields) <= 10, piece
-            assert (fields[0] in COLLECTIVES, fields[3] in ALGORITHMS, fields[4] in PROTOCOLS) == (True,) * 3, piece
-            rows.append(fields)
-    return rows
-
-
-def chosen(rows: list[list[str]], num_bytes: int) -> tuple[str, str, int] | None:
-    """What the plugin takes for 4 ranks on one node: the first row that matches; here no other may."""
-    found = []
-    for collective, low, high, algorithm, protocol, channels, nodes, ranks, *_ in rows:
-        if (
-            collective == "allreduce"
-            and int(low) <= num_bytes <= int(high)
-            and nodes in ("-1", "1")
-            and ranks in ("-1", "4")
-        ):
-            found.append((algorithm, protocol, int(channels)))
-    assert len(found) <= 1
-    return found[0] if found else None
-
-
-def exported(path: Path, out: Path, **options: Any) -> list[list[str]]:
-    export_database([path], out, form="nccl-csv", force=True, **options)
-    return read_as_nccl_does(out.read_bytes())
-
-
-def winners(sizes: dict[int, str]) -> list[Trial]:
-    """Finals by which the named variant wins at a size."""
-    found = []
-    for size, winner in sizes.items():
-        here: dict[str, Any] = {"problem": problem(size), "final": True}
-        config = {"num_blocks": size // 1024}
-        found.append(trial("library", 10.0, **here))
-        if winner == "library":
-            found.append(trial("one_shot", 12.0, config=config, **here))
-        else:
-            found.append(trial(winner, 5.0, config=config, **here))
-    return found
-
-
-@pytest.fixture
-def tuned(tmp_path: Path) -> Path:
-    sizes = {1024: "lamport", 4096: "one_shot", 16384: "two_shot_lamport", 65536: "two_shot"}
-    return store(tmp_path / "source.db", winners({**sizes, 262144: "library", 524288: "new"}))
-
-
-def test_names_what_works_most_like_the_winner(tuned: Path, tmp_path: Path) -> None:
-    rows = exported(tuned, tmp_path / "nccl.csv")
-    told = {size: chosen(rows, size) for size in (1024, 4096, 16384, 65536, 262144, 524288)}
-    assert told == {
-        1024: ("tree", "ll", 1),
-        4096: ("tree", "ll", 4),
-        16384: ("ring", "ll128", 16),
-        65536: ("ring", "simple", 64),
-        262144: None,  # NCCL's own choice
-        524288: None,  # nothing in NCCL is like it
-    }
-    text = (tmp_path / "nccl.csv").read_text()
-    for part in ("NCCL's own choice is best", "NCCL has nothing like new", "Not measured"):
-        assert part in text
-
-
-def test_pins_count(tuned: Path, tmp_path: Path) -> None:
-    with Database.open(tuned) as database:
-        database.pin(problem(1024), candidate("two_shot"), environment=H200, reason="known good")
-    assert chosen(exported(tuned, tmp_path / "nccl.csv"), 1024) == ("ring", "simple", 4)

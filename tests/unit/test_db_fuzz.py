@@ -19,7 +19,7 @@ from db_samples import H200
 from fuzz_probe import WORLD_SIZE, Base, bases
 from quick import QUICK
 
-from tunedcomm.cli.output import emit, note, table
+from tunedcomm.cli.output import Table, emit, note
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import config_digest
 from tunedcomm.hardware import Environment
@@ -97,7 +97,7 @@ def test_no_command_passes_a_stored_escape_on(
         f"db merge {path} --into {tmp_path}/merged.db",
         f"db import {path} --db {tmp_path}/imported.db",
         f"db export --db {path} {tmp_path}/exported.db --force",
-        f"db export --db {path} --format nccl-csv -",
+        f"db export --db {path} --format jsonl -",
         f"db pin {there} --variant two_shot --reason why",
         f"db pin {there} --variant one_shot --reason why",
         f"db unpin {there}",
@@ -118,7 +118,7 @@ def test_no_command_passes_a_stored_escape_on(
 def test_what_a_terminal_obeys_is_shown_instead(capsys: pytest.CaptureFixture[str]) -> None:
     emit("a\x1b[31mb\ud800")
     note("c\rd\x07")
-    table(["x"], [["\x9be"]], title="f\x1b")
+    emit(Table(["x"], [["\x9be"]], "f\x1b"))
     said = capsys.readouterr()
     assert said.out == "a\\x1b[31mb\\ud800\nf\\x1b\nx\n\\x9be\n"
     assert said.err == "c\\rd\\x07\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cli_samples import record, refused
-from db_samples import H200, OLDER, candidate, problem, row, snapshot, trial
+from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot, trial
 
 from tunedcomm.cli.stored import read_layers
 from tunedcomm.db import layers as layers_module
@@ -24,12 +24,14 @@ from tunedcomm.db.layers import (
     differences,
     layer_fingerprints,
     load_snapshot,
+    note_made,
     site_databases,
     user_database,
     writable_database,
 )
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
+from tunedcomm.db.transfer import export_database, merge_databases
 from tunedcomm.dispatch import misses
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.selection.snapshot import Failure, Pinned, Snapshot
@@ -140,6 +142,25 @@ def test_bad_entries_are_said_once_and_the_others_serve(
     assert len(caplog.records) == 4
 
 
+def test_a_layer_that_fails_in_any_way_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(layer: Layer, **_: object) -> None:
+        if layer.name == "user":
+            raise KeyError("a defect")
+        return opened(layer)
+
+    opened = Layer.open
+    monkeypatch.setattr(Layer, "open", fail)
+    layers = [Layer("user", _site(tmp_path / "user.db")), Layer("site", _site(tmp_path / "site.db"))]
+    for _ in range(2):
+        assert {row.layer for row in load_snapshot(H200, 4, layers=layers).rows} == {"site"}
+    assert "KeyError" in "".join(record.getMessage() for record in caplog.records)
+    assert len(caplog.records) == 1
+    with pytest.raises(KeyError):
+        load_snapshot(H200, 4, layers=layers, strict=True)
+
+
 # What each rank sees
 
 
@@ -176,6 +197,10 @@ def test_ranks_that_see_other_databases(
     assert len(differences(sites)) == 3
     assert differences([one] + [_seen(monkeypatch, other)] * 20)[0].startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and more")
     assert caplog.records == []
+    note_made(first)
+    made = _seen(monkeypatch, first)
+    assert differences([made, made, _seen(monkeypatch, tmp_path / "none.db")]) == [], "rank 0 has just made it"
+    assert len(differences([made, _seen(monkeypatch, other)])) == 1
 
 
 def test_packaged_databases_of_a_checkout_and_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +288,37 @@ def test_the_newest_row_of_a_candidate_is_kept(tmp_path: Path) -> None:
     versions = [replace(newer, environment=OLDER), replace(older, environment=replace(OLDER, torch="2.8.0"))]
     layer = stored(tmp_path / "versions.db", *versions)
     assert [r.latency_p50_us for r in load_snapshot(H200, 4, layers=[layer]).rows] == [6.0]
+
+
+@pytest.mark.parametrize("final", [True, False], ids=["final", "searched"])
+@pytest.mark.parametrize("how", ["one database", "merged", "two versions"])
+def test_a_row_of_a_loaded_session_hides_none_of_a_quiet_one(how: str, final: bool, tmp_path: Path) -> None:
+    """A loaded host slows the library down more than a candidate, by time and by ratio."""
+    session = {"problem": problem(mode="eager"), "final": final}
+    quiet = [trial("one_shot", 16.0, baseline_p50_us=60.0, **session)]
+    quiet += [trial("two_shot", 15.1, baseline_p50_us=60.0, **session)]
+    loaded = [trial("one_shot", 20.4, baseline_p50_us=150.0, after=9, **session)]
+    loaded += [trial("two_shot", 29.0, baseline_p50_us=150.0, after=9, **session)]
+    if how == "one database":
+        layers = [stored(tmp_path / "user.db", *quiet, *loaded)]
+    elif how == "merged":
+        sources = [stored(tmp_path / f"{name}.db", *rows).target for name, rows in (("q", quiet), ("l", loaded))]
+        merge_databases(sources, tmp_path / "merged.db")
+        export_database([tmp_path / "merged.db"], tmp_path / "exported.db")
+        layers = [Layer("user", str(tmp_path / "exported.db"))]
+    else:
+        other = [replace(one, environment=replace(H200, tunedcomm="0.2.0")) for one in loaded]
+        layers = [stored(tmp_path / "versions.db", *quiet, *other)]
+    decision = decide(load_snapshot(H200, 4, layers=layers).rows, problem(mode="eager"))
+    assert decision.candidate == candidate("two_shot")
+    assert (decision.latency_us, decision.runner_up_us) == pytest.approx((15.1, 16.0))
+
+
+def test_the_candidates_that_are_kept_are_the_best_by_time_and_by_ratio(tmp_path: Path) -> None:
+    fast = [trial(latency_us=5.0 + i, config={"num_blocks": i}) for i in range(4)]
+    slow = [trial(latency_us=8.0 + i, baseline_p50_us=20.0, config={"num_blocks": 8 + i}) for i in range(4)]
+    found = load_snapshot(H200, 4, layers=[stored(tmp_path / "user.db", *fast, *slow)])
+    assert sorted(row.candidate.config_dict["num_blocks"] for row in found.rows) == [0, 1, 8, 9]
 
 
 def test_all_finals_but_only_the_best_of_each_variant_where_there_are_none(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tunedcomm.db.schema import HEAD, REVISIONS, VERSION_TABLE, Base, WorkingBas
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import import_databases
 from tunedcomm.errors import DatabaseVersionError
-from tunedcomm.spec import get_variant
+from tunedcomm.spec import get_variant, variants
 
 DATA = Path(__file__).parent.parent / "data"
 MODELS = {**Base.metadata.tables, **WorkingBase.metadata.tables}
@@ -109,7 +109,7 @@ def test_a_database_of_each_revision_opens_and_upgrades(tmp_path: Path, revision
 
 # A revision that is made up here
 
-OLD, NEW = HEAD, "0004"
+OLD, NEW = HEAD, "0005"
 REVISION = f"""
 import sqlalchemy as sa
 from alembic import op
@@ -129,7 +129,7 @@ def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of one more revision of this tunedcomm."""
     folder = tmp_path / "migrations"
     shutil.copytree(MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / "versions" / "r0004_colour.py"
+    file = folder / "versions" / "r0005_colour.py"
     file.write_text(REVISION, encoding="utf-8")
     monkeypatch.setattr(engine, "MIGRATIONS", folder)
     monkeypatch.setattr(engine, "REVISIONS", (*REVISIONS, NEW))
@@ -291,6 +291,7 @@ def test_an_import_takes_rows_under_their_new_hashes(first: Path, tmp_path: Path
 def test_replaced_hashes_lead_to_the_kernels_of_today() -> None:
     """Every line of the list ends in the hash that a variant has now, unless its kernels were changed since."""
     kernels.discover()
-    current = {key: kernels.source_hash(get_variant(*key[:2])) for key in rekey._replacements()}
+    known = [key for key in rekey._replacements() if key[1] in variants(key[0])]  # some variants are gone
+    current = {key: kernels.source_hash(get_variant(*key[:2])) for key in known}
     assert current
     assert {key: rekey.current_hash(*key) for key in current} == current

@@ -27,7 +27,7 @@ def test_lines_are_sorted_plain_and_the_same_from_every_database(tmp_path: Path)
     text = lines_of(source, tmp_path / "a.jsonl").decode("ascii")
     assert lines_of(tmp_path / "copy.db", tmp_path / "b.jsonl").decode() == text
     lines = [json.loads(line) for line in text.splitlines()]
-    assert lines[0] == {"format": "tunedcomm-jsonl", "version": 1, "schema": "0003"}
+    assert lines[0] == {"format": "tunedcomm-jsonl", "version": 1, "schema": "0004"}
     assert lines[-1] == {"kind": "end", "lines": len(lines) - 1}
     kinds = [line["kind"] for line in lines[1:]]
     assert sorted(set(kinds), key=kinds.index) == ["environment", "run", "variant", "trial", "end"]

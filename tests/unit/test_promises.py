@@ -93,11 +93,16 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_selection_select.py::test_the_fastest_challenger_wins_and_says_by_how_much",
     ),
     # 7. A lost peer is an error
-    "Every wait in a kernel is bounded": (
+    "Every wait is bounded": (
         "unit/test_shipped.py::test_a_spinning_variant_is_not_chosen_however_fast_it_was",
         "multirank/test_lost_peer.py::test_a_peer_that_is_killed",
     ),
-    "When it expires the host raises": ("multirank/test_lost_peer.py::test_a_peer_that_never_calls",),
+    "When it expires": (
+        "multirank/test_lost_peer.py::test_a_peer_that_never_calls",
+        "multirank/test_lost_peer.py::test_a_peer_that_is_killed",
+    ),
+    "An exception in the midst of a call": ("multirank/test_interrupted.py::test_an_exception_anywhere_in_a_call",),
+    "Either way the group refuses": ("multirank/test_interrupted.py::test_random_programs",),
     # 8. Any input
     "Any size from zero, any stride": (
         "multirank/test_bad_input.py::test_zero_elements",

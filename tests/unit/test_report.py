@@ -12,13 +12,16 @@ from typer.testing import CliRunner
 pytest.importorskip("plotly", reason="plotly is not installed (extra `report`)")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `report`)")
 
+import plotly.graph_objects
 from report_samples import gemm_csv, recorded_database
 
+from tunedcomm import kernels
 from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
 from tunedcomm.report.data import Material, best_by_shape, gather, group_up, read_csv
-from tunedcomm.report.figures import failure_panel, template
+from tunedcomm.report.figures import curves, failure_panel, glance_panels, style_of, template
 from tunedcomm.report.page import render
+from tunedcomm.spec import ops, variants
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 ALL_REDUCE = RESULTS / "all_reduce_h200.csv"
@@ -87,8 +90,11 @@ def test_of_several_runs_the_newest_counts_and_there_the_fastest(tmp_path: Path)
 
 
 def test_reasons_of_failures_that_differ_by_numbers_are_counted_together(everything: Material) -> None:
-    panel = failure_panel(everything.databases[0])
+    stored = everything.databases[0]
+    panel = failure_panel(stored)
     rows = panel.tables[0].rows
+    assert {row[3] for row in rows}.isdisjoint({"ok", "pruned", "infeasible"})
+    assert f": {sum(trial.status == 'infeasible' for trial in stored.trials)}." in panel.note
     counts = [int(row[0]) for row in rows]
     assert sum(counts) == int(panel.title.split()[0])
     assert counts == sorted(counts, reverse=True)
@@ -96,6 +102,39 @@ def test_reasons_of_failures_that_differ_by_numbers_are_counted_together(everyth
     together = next(row for row in rows if "registers" in row[4])
     assert int(together[0]) > 5
     assert not re.search(r"\d", together[4])
+
+
+def test_problems_of_one_size_and_other_shapes_get_a_mark_each(tmp_path: Path) -> None:
+    path = tmp_path / "experts.csv"
+    shapes = ("1x7168x8x256", "16x7168x8x64", "16x7168x8x256")
+    rows = [f"ep_dispatch,{shape},114688,bfloat16,4,graph,push,{us}" for us, shape in enumerate(shapes, 3)]
+    path.write_text(
+        "op,shape,message_bytes,dtype,world_size,mode,contender,latency_p50_us\n" + "\n".join(rows), encoding="utf-8"
+    )
+    ((group, found),) = group_up(read_csv(path).rows).items()
+    (figure, *_) = curves(group, found, None)
+    assert set(figure.data[0]["x"]) == set(figure.layout["xaxis"]["categoryarray"]) == set(shapes)
+    assert figure.data[0]["mode"] == "markers"
+    assert sorted(figure.data[0]["y"]) == [3, 4, 5]
+
+
+def test_contenders_of_an_op_look_different_and_the_same_everywhere() -> None:
+    kernels.discover()
+    for op in ops():
+        looks = [(style.colour, style.symbol) for style in map(style_of, variants(op))]
+        assert len(set(looks)) == len(looks), op
+    assert style_of("kraken").dash == "dot" != style_of("two_shot").dash
+
+
+def test_a_glance_draws_and_lists_every_group(everything: Material) -> None:
+    (panel,) = glance_panels({**everything.bench, **everything.stored})
+    (figure,), (table,) = panel.figures, panel.tables
+    assert len(figure.data[0]["x"]) == len(table.rows) > 2
+    for mean, error, row in zip(figure.data[0]["x"], figure.data[0]["error_x"]["array"], table.rows, strict=True):
+        assert row[1] == f"{mean:.2f}×"
+        assert row[3].startswith(f"{mean + error:.2f}×")
+        assert max(map(len, row)) < 80
+    plotly.graph_objects.Figure(figure.data, figure.layout)
 
 
 @pytest.mark.parametrize(

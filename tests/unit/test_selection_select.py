@@ -565,10 +565,29 @@ def test_a_rule_of_thumb_holds_where_no_size_near_is_measured() -> None:
         decision = decide(measured, asked, **known)
         assert (decision.candidate, decision.source, decision.latency_us) == (rule, "heuristic", None)
     assert chosen(rows, **known)[1] == "two_shot"
-    assert chosen([row("two_shot", 12.0, 4096), row("library", 9.0, 4096)], **known)[1] == "library"
+    lost = [row("two_shot", 12.0, 4096), row("library", 9.0, 4096)]
+    assert chosen([*lost, row("one_shot", 11.0, 4096)], **known)[1] == "library"
     failure = Failure(problem=problem(), candidate=rule, source_hash="current", status="incorrect")
     assert chosen(snapshot(rows, failures=(failure,)), far, **known)[1] == "library"
     assert chosen(rows, far, **known, feasible=lambda which: "no")[1] == "library"
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_rows_without_the_rule_of_thumbs_variant_do_not_overrule_it(mode: str) -> None:
+    """Calls ran it untuned: a sweep that has not measured it must not make them slower."""
+    rule, like = candidate("one_shot"), {"like": {"mode": mode}}
+    asked, library, other = problem(mode=mode), row("library", 9.0, **like), row("two_shot", 12.0, **like)
+    for rows in ([library], [library, other], [row("library", 9.0), row("two_shot", 12.0)]):
+        assert chosen(rows, asked, by_rule_of_thumb=rule) == ("heuristic", "one_shot")
+    for slower in (row("one_shot", 12.0, **like), row("one_shot", 12.0, num_blocks=64, **like)):
+        assert chosen([library, slower], asked, by_rule_of_thumb=rule) == ("exact", "library")
+    stale = row("one_shot", 12.0, source_hash="older", **like)
+    assert chosen([library, stale], asked, by_rule_of_thumb=rule) == ("heuristic", "one_shot")
+
+
+def test_the_library_is_as_fast_as_itself() -> None:
+    decision = decide([row("library", 717.0, baseline_p50_us=589.0)])
+    assert (decision.source, decision.latency_us, decision.library_us) == ("library", 717.0, 717.0)
 
 
 # Few SMs

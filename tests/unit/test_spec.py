@@ -124,7 +124,7 @@ def test_candidates_are_feasible_and_admitted() -> None:
 @pytest.mark.usefixtures("_registries")
 def test_check_candidate_says_why_not() -> None:
     register("two_shot")
-    register("spinning", bounded=False)
+    register("spinning", waits_time_out=False)
 
     def check(variant: str, num_blocks: int, *, by_name: bool = True) -> str:
         candidate = Candidate.of("all_reduce", variant, {"num_blocks": num_blocks})
@@ -135,6 +135,22 @@ def test_check_candidate_says_why_not() -> None:
     assert "num_blocks=5" in check("two_shot", 5)
     assert "no variant" in check("three_shot", 8)
     assert "for ever" in check("spinning", 8, by_name=False), "one that may wait so runs by name only"
+
+
+def test_former_keywords_of_plug_ins_still_work() -> None:
+    variant = toy_variant("toy", "v", bounded=False, untuned=lambda problem, limits: True)
+    assert not variant.waits_time_out
+    assert variant.default_beats_library(PROBLEM, LIMITS)
+
+    def cleared(problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        return (), outputs
+
+    op = toy_op("toy")
+    words: dict[str, Any] = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
+    del words["time_cold"], words["mask_unspecified"]
+    former = type(op)(**words, cold=True, cleared=cleared)  # type: ignore[call-arg]
+    assert former.time_cold
+    assert former.mask_unspecified(PROBLEM, (1,), (2,)) == ((), (2,))
 
 
 def test_a_variant_of_no_numerics_class_is_refused() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels
+from tunedcomm.symm.control import Control
 from tunedcomm.symm.cuda import GroupStore
 from tunedcomm.symm.layout import LaneLayout
 from tunedcomm.symm.workspace import Workspace
@@ -21,7 +22,9 @@ def workspace() -> Iterator[Workspace]:
     kernels.discover()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield Workspace(dist.group.WORLD, torch.device("cpu"), LaneLayout.for_messages(1 << 16), timeout_ns=1)
+        group, device = dist.group.WORLD, torch.device("cpu")
+        control = Control.share(group, device, timeout_ns=1)
+        yield Workspace(group, device, LaneLayout.for_messages(1 << 16), control)
     finally:
         dist.destroy_process_group()
 

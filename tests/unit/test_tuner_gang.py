@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 from db_samples import trial
 
+from tunedcomm.hardware import process_start
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang import process
-from tunedcomm.tuner.gang.process import GangProcess, Loss, gang_environment, loss_by_exit, process_start
+from tunedcomm.tuner.gang.process import GangProcess, Loss, gang_environment, loss_by_exit
 from tunedcomm.tuner.gang.protocol import Command, Settings
-from tunedcomm.tuner.search.sweep import summarise_problem
+from tunedcomm.tuner.search.summary import summarise_problem
 
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
 SETTINGS = Settings(backend="host", world_size=2, trials=8, variants=("one_shot",), plugins=("planted",))
@@ -66,25 +67,25 @@ def test_line_carries_both_ways_and_keeps_what_a_dead_gang_said(
     command = Command(kind="trial", problem=PROBLEM, candidate=candidate, baseline=None, final=True)
     with selectors.DefaultSelector() as selector:
         gang = GangProcess(0, settings, selector)
-        assert gang.step == "starting"
+        assert gang.phase == "starting"
         gang.go()
         assert [key.data for key, _ in selector.select(60)] == [gang]
         assert gang.read() == [("ready", settings)]
-        assert gang.step == "waiting"
+        assert gang.phase == "waiting"
         gang.send(command)
-        assert gang.step == "binding"
+        assert gang.phase == "binding"
         deadline = time.monotonic() + 60
         while (loss := gang.loss()) is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert loss == Loss("crashed", "rank 0 was killed by SIGKILL", killed=True)
         assert gang.read() == [("run", candidate)]
-        assert gang.step == "running"
+        assert gang.phase == "running"
         assert not selector.get_map()
         gang.send(command)
         assert gang.read() == []
         gang.finish()
-        assert gang.step == "ending"
+        assert gang.phase == "ending"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_gang_does_not_inherit_the_supervisors_place_in_another_job(monkeypatch:
 
 CHILD = """
 import os, sys, time
-from tunedcomm.tuner.gang.process import die_with_parent
+from tunedcomm.tuner.gang.ranks import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(60)
@@ -180,7 +181,7 @@ def silent_gang(trial_s: float, *, launches: bool = True, failed_at: float | Non
             gang.go()
             if launches:
                 gang.send(Command(kind="trial"))
-            while gang.step != ("running" if launches else "waiting"):
+            while gang.phase != ("running" if launches else "waiting"):
                 assert selector.select(60)
                 gang.read()
             yield gang
@@ -210,7 +211,7 @@ def test_a_raise_on_one_rank_ends_a_gang_early(
         assert (loss and loss.status) == expected
         if loss is not None and failed_s is not None:
             assert "rank 0: ValueError: planted" in loss.reason
-        assert gang.step == "ending"
+        assert gang.phase == "ending"
 
 
 def test_who_waits_for_a_command_may_be_silent(clock: SimpleNamespace) -> None:

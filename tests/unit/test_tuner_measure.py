@@ -29,8 +29,8 @@ from tunedcomm.tuner.measure.correctness import (
     odd_problems,
     plan_cases,
 )
-from tunedcomm.tuner.measure.timing import Contender
-from tunedcomm.tuner.measure.trial import Bench, TrialRunner, _sentence
+from tunedcomm.tuner.measure.timing import TimedRun
+from tunedcomm.tuner.measure.trial import ProblemTensors, TrialRunner, _sentence
 
 Tensors = tuple[torch.Tensor, ...]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -132,9 +132,19 @@ def test_candidate_that_leaves_packets_in_an_arena_is_wrong() -> None:
     runner: Any = TrialRunner.__new__(TrialRunner)
     communicator = SimpleNamespace(workspace=SimpleNamespace(rearm=lambda mode: 4))
     runner._gang = SimpleNamespace(communicator=communicator, synchronize=bool, barrier=bool, vote=Vote)
-    runner._benches = []
+    runner._tensors = []
     found = runner._left_clean(problem_of(), TrialResult(status="ok"))
     assert (found.status, "4 words" in found.reason) == ("incorrect", True)
+
+
+def test_leaks_are_those_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may take all of the GPU meanwhile."""
+    free, taken = iter((1 << 40, 0)), iter((0, 0, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(taken))
+    before, beside, after = (check.memory_bytes(torch.device("cuda", 0)) for _ in range(3))
+    assert beside - before < check.LEAK_BYTES < after - beside
 
 
 def test_latency_is_the_slowest_ranks_of_each_round() -> None:
@@ -211,9 +221,9 @@ def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
 PLAN = [("integers", 0), ("random", 0)]
 
 
-def bench_of(plan: Any = PLAN, slot: int = 0, **of_problem: Any) -> Bench:
+def bench_of(plan: Any = PLAN, slot: int = 0, **of_problem: Any) -> ProblemTensors:
     values = {"shape": (64,), "mode": "graph", **of_problem}
-    bench = Bench(Gang(), Problem("all_reduce", dtype="float32", world_size=2, **values), 3, STREAM, slot=slot)
+    bench = ProblemTensors(Gang(), Problem("all_reduce", dtype="float32", world_size=2, **values), 3, STREAM, slot=slot)
     bench.make_cases(plan)
     bench.make_buffers()
     return bench
@@ -227,7 +237,7 @@ def in_place(inputs: Tensors, outputs: Tensors) -> bool:
 class Sum:
     """A launch that is right, or gives what the launch before it should have given."""
 
-    def __init__(self, bench: Bench, *, stale: bool) -> None:
+    def __init__(self, bench: ProblemTensors, *, stale: bool) -> None:
         self._cases = [bench.case("random", 0), bench.case("integers", 0)]
         self._stale = stale
         self._last = self._cases[0].expected[0].clone()
@@ -248,7 +258,7 @@ def test_what_the_launch_before_left_is_found(in_place: bool) -> None:
     for stale in (False, True):
         launch = Sum(bench, stale=stale)
         bench.load(bench.case("random", 0))
-        timed = Contender(lambda launch=launch: launch(bench.inputs, bench.outputs, 5), 1, eager=False)
+        timed = TimedRun(lambda launch=launch: launch(bench.inputs, bench.outputs, 5), 1, eager=False)
         found = bench.check_replay(timed, launch, ordered=False)
         assert found.right is not stale
         assert ("wrong at launch 1" in found.reason) is stale
@@ -328,10 +338,10 @@ def with_device(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def contenders_on(machine: Machine, *, eager: bool) -> list[measure.Contender]:
+def contenders_on(machine: Machine, *, eager: bool) -> list[measure.TimedRun]:
     """Launches of the n-th run of a contender take what `TAKES` has for the n-th round."""
 
-    def one(index: int) -> measure.Contender:
+    def one(index: int) -> measure.TimedRun:
         numbers = iter(range(ROUNDS))
 
         def run() -> None:
@@ -340,7 +350,7 @@ def contenders_on(machine: Machine, *, eager: bool) -> list[measure.Contender]:
             for _ in range(CALLS[index]):
                 machine.work(us)
 
-        return measure.Contender(run, CALLS[index], eager=eager)
+        return measure.TimedRun(run, CALLS[index], eager=eager)
 
     return [one(index) for index in range(len(CALLS))]
 
@@ -359,7 +369,7 @@ def test_times(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
 def test_rounds_change_the_order_of_contenders_behind_a_barrier() -> None:
     seen: list[str] = []
     contenders = [
-        measure.contend(lambda i, o, s, n=name: seen.append(n), (), (), calls=2, graph=True, stream=None)
+        measure.make_run(lambda i, o, s, n=name: seen.append(n), (), (), calls=2, graph=True, stream=None)
         for name in "abc"
     ]
     times = measure.take_rounds(lambda: seen.append("|"), contenders, 3, None)
@@ -374,7 +384,7 @@ def test_a_lead_brings_the_ranks_together_before_the_clock_starts(monkeypatch: p
     machine = Machine(has_device=False)
     monkeypatch.setattr(measure, "time", machine)
     late_us = iter([900.0, 5.0, 5.0])  # the first launch behind a barrier waits for a peer
-    contender = measure.contend(
+    contender = measure.make_run(
         lambda i, o, s: machine.work(next(late_us)), (), (), calls=2, graph=False, stream=None, lead=True
     )
     assert measure.take_rounds(machine.device_barrier, [contender], 1, None) == [[pytest.approx(5.0)]]

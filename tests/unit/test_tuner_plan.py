@@ -7,23 +7,17 @@ from typing import Any
 
 import pytest
 from programs import python
+from spec_samples import spec_with
 
-from tunedcomm import kernels
+from tunedcomm import hardware, kernels
+from tunedcomm.cli.models import Model, Shard, catalog, find_model, shapes_for
 from tunedcomm.errors import TuningError, UnknownNameError, UnsupportedInputError
-from tunedcomm.spec import ITEMSIZE, Problem, ops
+from tunedcomm.spec import ITEMSIZE, Problem, get_op, ops
+from tunedcomm.tuner import machine
 from tunedcomm.tuner.gang.process import gang_environment
 from tunedcomm.tuner.gang.protocol import Settings
-from tunedcomm.tuner.models import (
-    SHAPES,
-    Model,
-    catalog,
-    column_parallel,
-    find_model,
-    row_parallel,
-    shapes_for,
-)
-from tunedcomm.tuner.search import sweep as plan
-from tunedcomm.tuner.search.sweep import SweepSpec, gang_devices, resolve
+from tunedcomm.tuner.machine import gang_devices, machine_settings
+from tunedcomm.tuner.search.spec import SweepSpec, problems_of
 
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
 SETTINGS = Settings(backend="host", world_size=2, trials=8)
@@ -31,19 +25,19 @@ SETTINGS = Settings(backend="host", world_size=2, trials=8)
 
 def test_host_defaults_are_small_and_eager() -> None:
     kernels.discover()
-    problems, settings = resolve(SweepSpec(op="all_reduce", backend="host"))
+    settings = machine_settings("host")
+    problems = problems_of(SweepSpec(op="all_reduce", settings=settings))
     assert {(problem.mode, problem.world_size) for problem in problems} == {("eager", 2)}
     assert settings.backend == "host"
     assert len(problems) * settings.trials <= 60  # about a second each
 
 
-def test_product_of_options_and_overrides() -> None:
+def test_product_of_options() -> None:
     kernels.discover()
     product = {"shapes": ((64,), (128,)), "dtypes": ("bfloat16", "float16"), "modes": ("graph", "eager")}
-    overrides = {"trials": 5, "peer_timeout_s": 3.0, "world_size": 3}
-    problems, settings = resolve(SweepSpec(op="all_reduce", backend="host", **product, **overrides))
+    problems = problems_of(SweepSpec(op="all_reduce", settings=machine_settings("host", 3), **product))
     assert len(set(problems)) == 8
-    assert {name: getattr(settings, name) for name in overrides} == overrides
+    assert {problem.world_size for problem in problems} == {3}
 
 
 @pytest.mark.parametrize(
@@ -54,11 +48,8 @@ def test_product_of_options_and_overrides() -> None:
         ({"reductions": ("xor",)}, ValueError, "no reduction 'xor'; allowed: sum"),
         ({"dtypes": ("int8",)}, ValueError, "no dtype 'int8'"),
         ({"shapes": ((4, 4),)}, ValueError, "does not fit all_reduce"),
-        ({"world_size": 1}, TuningError, "world size 1"),
-        ({"backend": "cuda", "world_size": 64}, TuningError, "world size 64 cannot be tuned here"),
-        ({"problems": (PROBLEM,), "world_size": 3}, TuningError, "one world size"),
+        ({"problems": (replace(PROBLEM, world_size=3),)}, TuningError, "one world size"),
         ({"problems": (replace(PROBLEM, reduction="xor"),)}, ValueError, "no reduction 'xor'"),
-        ({"gangs": 0}, TuningError, "at least 1 gang, got 0"),
     ],
 )
 def test_bad_sweeps_are_refused_with_what_is_allowed(
@@ -66,14 +57,22 @@ def test_bad_sweeps_are_refused_with_what_is_allowed(
 ) -> None:
     kernels.discover()
     with pytest.raises(error, match=text):
-        resolve(SweepSpec(**{"op": "all_reduce", "backend": "host", **changes}))
+        problems_of(spec_with(SweepSpec, SETTINGS, **{"op": "all_reduce", **changes}))
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [(("host", 1), "world size 1"), (("cuda", 64), "world size 64 cannot"), (("host", 2, 0), "at least 1 gang, got 0")],
+)
+def test_gangs_that_do_not_fit_are_refused(machine: Any, text: str) -> None:
+    with pytest.raises(TuningError, match=text):
+        machine_settings(*machine)
 
 
 def test_auto_fills_the_machine_with_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.discover()
     for gpus, world_size, asked, expected in ((4, 2, None, 2), (4, 4, None, 1), (8, 3, None, 2), (8, 2, 3, 3)):
-        monkeypatch.setattr(plan, "num_gpu_ranks", lambda gpus=gpus: gpus)
-        _, settings = resolve(SweepSpec(op="all_reduce", world_size=world_size, gangs=asked))
+        monkeypatch.setattr(hardware, "num_gpu_ranks", lambda gpus=gpus: gpus)
+        settings = machine_settings(None, world_size, asked)
         assert (settings.backend, settings.gangs) == ("cuda", expected)
 
 
@@ -99,13 +98,12 @@ def test_gangs_share_out_the_gpus_that_are_visible(
 
 
 def test_one_gang_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.discover()
-    monkeypatch.setattr(plan, "num_gpu_ranks", lambda: 8)
-    monkeypatch.setattr(plan, "ranks_share_a_gpu", lambda: True)
-    found = [resolve(SweepSpec(op="all_reduce", world_size=ranks))[1] for ranks in (None, 4)]
+    monkeypatch.setattr(hardware, "num_gpu_ranks", lambda: 8)
+    monkeypatch.setattr(machine, "ranks_share_a_gpu", lambda: True)
+    found = [machine_settings(world_size=ranks) for ranks in (None, 4)]
     assert [(each.backend, each.world_size, each.gangs) for each in found] == [("cuda", 2, 1), ("cuda", 4, 1)]
     with pytest.raises(TuningError, match="at most 1 fit"):
-        resolve(SweepSpec(op="all_reduce", world_size=2, gangs=2))
+        machine_settings(world_size=2, gangs=2)
     for visible, expected in (("", "0"), ("5", "5")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gang_devices(found[0]) == [expected]
@@ -113,9 +111,13 @@ def test_one_gang_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Sizes of open models
 
+kernels.discover()
+SHAPED = [spec for spec in ops().values() if spec.model_shapes is not None]
+
 
 def shapes(model: Model, tp: int) -> dict[str, tuple[int, int]]:
-    return {part.name: (part.n, part.k) for part in (*column_parallel(model, tp), *row_parallel(model, tp))}
+    shard = Shard(model, tp, 1)
+    return {part.name: (part.n, part.k) for part in (*shard.column_parallel, *shard.row_parallel)}
 
 
 @pytest.mark.parametrize("model", catalog().values(), ids=lambda model: model.name)
@@ -126,8 +128,8 @@ def test_every_entry_is_complete_and_has_its_sources(model: Model) -> None:
     assert model.dtype in ITEMSIZE
     assert model.hidden_size % 64 == 0
     for tp in (2, 4, 8):
-        for op in SHAPES:
-            if model.experts is not None or not op.startswith("ep_"):
+        for op in SHAPED:
+            if model.experts is not None or not op.name.startswith("ep_"):
                 assert shapes_for([model], tp, [1, 8], op), (tp, op)
 
 
@@ -165,13 +167,12 @@ def test_matrices_on_4_ranks() -> None:
     ],
 )
 def test_shapes_of_an_op(models: str, tp: int, tokens: list[int], op: str, expected: list[tuple[int, ...]]) -> None:
-    assert shapes_for(list(map(find_model, models.split())), tp, tokens, op) == tuple(expected)
+    assert shapes_for(list(map(find_model, models.split())), tp, tokens, get_op(op)) == tuple(expected)
 
 
 def test_shapes_fit_their_op() -> None:
-    kernels.discover()
-    for name, spec in ops().items():
-        for shape in shapes_for([find_model("deepseek-v3")], 4, [1], name) if name in SHAPES else ():
+    for spec in SHAPED:
+        for shape in shapes_for([find_model("deepseek-v3")], 4, [1], spec):
             assert len(shape) == spec.rank_of_shape
 
 
@@ -192,7 +193,7 @@ def test_unknown_model_names_the_nearest_and_all() -> None:
 def test_a_tp_that_does_not_split_the_model(name: str, tp: int, text: str) -> None:
     odd = replace(find_model("llama3-8b"), num_heads=48, num_kv_heads=8, intermediate_size=144)
     model = odd if name == "mistaken" else find_model(name)
-    for op in SHAPES:
+    for op in SHAPED:
         with pytest.raises(UnsupportedInputError, match=text):
             shapes_for([model], tp, [1], op)
 
@@ -203,10 +204,10 @@ def test_a_tp_that_does_not_split_the_model(name: str, tp: int, text: str) -> No
 )
 def test_no_tokens_and_ops_that_do_not_follow_from_a_model(tokens: list[int], op: str, text: str) -> None:
     with pytest.raises(UnsupportedInputError, match=text):
-        shapes_for([find_model("llama3-8b")], 2, tokens, op)
+        shapes_for([find_model("llama3-8b")], 2, tokens, get_op(op))
 
 
 def test_the_catalogue_needs_no_torch() -> None:
-    code = "import sys; from tunedcomm.tuner.models import catalog; print(len(catalog()), 'torch' in sys.modules)"
+    code = "import sys; from tunedcomm.cli.models import catalog; print(len(catalog()), 'torch' in sys.modules)"
     done = python("-c", code)
     assert done.stdout.split()[1] == "False"

@@ -14,7 +14,7 @@ from replay import Replay, SearchRun, recorded, recorded_limits, run_search
 from tunedcomm import kernels
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang.protocol import Settings
-from tunedcomm.tuner.in_job import ShortSearch, in_order, is_own, job_settings
+from tunedcomm.tuner.in_job import JobStrategy, in_order, is_own, job_settings
 
 kernels.discover()
 SETTINGS = Settings(backend="cuda", world_size=4, trials=160, patience=48)
@@ -53,7 +53,27 @@ def test_interrupted_and_resumed_search_ends_with_the_same_table(options: dict[s
         assert (len(before.steps), before.reason) == (cut, "interrupted")
         after = search(replay, settings=options, stored=before.stored)
         assert after.table() == whole.table()
-        assert cut + len(after.steps) == len(whole.steps)
+        kept = 0 if cut == 1 else cut  # the library's trial is not stored before a challenger's
+        assert kept + len(after.steps) == len(whole.steps)
+
+
+@pytest.mark.parametrize("budget_s", some([0.5, 1.5, 2.5, 4.5]))
+def test_a_budget_that_ends_early_stores_no_library_alone(budget_s: float) -> None:
+    run = search(Replay(recorded()), seconds_left=budget_s, trial_seconds=1.0)
+    assert run.reason == "budget"
+    assert run.seconds <= budget_s + 1.0  # the last trial ends
+    for problem in PROBLEMS:
+        ran = {trial.variant for trial in run.stored if trial.problem == problem and trial.status != "infeasible"}
+        assert ran == set() or len(ran) > 1
+
+
+def test_every_problem_is_reached_before_finals_where_time_is_short() -> None:
+    """Two families: the finals of the first one must leave the second one its time."""
+    eager = tuple(replace(problem, mode="eager") for problem in PROBLEMS)
+    rows = [*recorded(), *(replace(r, problem=replace(r.problem, mode="eager")) for r in recorded())]
+    run = search(Replay(rows), *PROBLEMS, *eager, seconds_left=16.0, trial_seconds=1.0)
+    for problem in (*PROBLEMS, *eager):
+        assert len({t.variant for t in run.stored if t.problem == problem and t.status != "infeasible"}) > 1, problem
 
 
 def test_lost_gangs_are_replaced_and_their_variant_is_dropped() -> None:
@@ -77,15 +97,16 @@ BUDGET_S = 0.25 * len(WANTED)
 
 
 def short_search(replay: Replay, seconds: float, trial_seconds: float) -> SearchRun:
+    settings = job_settings(recorded_limits(), WANTED, "default")
+    guesses = dict.fromkeys(in_order(WANTED, seconds), ())
     return run_search(
-        WANTED,
-        job_settings(recorded_limits(), WANTED, "default"),
+        guesses,
+        settings,
         replay,
         limits=recorded_limits(),
         seconds_left=seconds,
         trial_seconds=trial_seconds,
-        kind=ShortSearch,
-        prepare=lambda search: search.plan(dict.fromkeys(in_order(WANTED, seconds), ())),
+        strategy=JobStrategy(settings, guesses),
     )
 
 

@@ -13,7 +13,7 @@ from replay import Replay, SearchRun
 from replay import run_search as run_replayed
 from spec_samples import toy_op, toy_variant
 
-from tunedcomm import spec
+from tunedcomm import kernels, spec
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
@@ -23,10 +23,12 @@ from tunedcomm.spec import Candidate, Limits, Problem, get_variant, register_op,
 from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.gang.protocol import Latency, Settings, TrialResult
 from tunedcomm.tuner.gang.supervisor import Supervisor
+from tunedcomm.tuner.machine import backend_settings
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.knowledge import Knowledge
+from tunedcomm.tuner.search.spec import SweepSpec, load_variants, problems_of
 from tunedcomm.tuner.search.study import Search, default_candidates, interleave, search_space
-from tunedcomm.tuner.search.sweep import SweepSpec, hash_if_known, load_variants, resolve, sweep
+from tunedcomm.tuner.search.sweep import sweep
 
 OP = "search_op"
 LIMITS = Limits("host", 1, False, 64, 1 << 20, 1 << 20, 1 << 20)
@@ -193,7 +195,7 @@ def test_coordinator_searches_small_to_large_then_runs_finals_everywhere() -> No
     winners = set(knowledge.finalists([small, large], 2))
     for problem in (small, large):
         measured = set(asked(run, problem, final=True))
-        own = {*knowledge.winners(problem, 8, "default"), *knowledge.best_per_sm_limit(problem)}
+        own = {*knowledge.fastest(problem, 8, "default"), *knowledge.best_per_sm_limit(problem)}
         assert measured == {*knowledge.feasible(problem, winners), *own, LIBRARY}
         assert len(own) > 2
     seen: set[Candidate | None] = set()
@@ -207,7 +209,7 @@ def test_finals_begin_with_the_best_of_the_search() -> None:
     problems = [problem_of(numel) for numel in (256, 1024, 4096, 16384)]
     run = sweep_of(*problems, trials=8)
     knowledge = knowledge_of(*problems, known=run.stored)
-    best = [knowledge.winners(problem, 1, "default") for problem in problems]
+    best = [knowledge.fastest(problem, 1, "default") for problem in problems]
     assert len({candidate for (candidate,) in best}) > 1
     assert [asked(run, problem, final=True)[1:2] for problem in problems] == best
 
@@ -240,15 +242,15 @@ def test_default_outside_of_its_space_is_warned_of_once(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_finished_sweep_starts_no_gang(is_finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = SweepSpec(op="all_reduce", shapes=((256,), (4096,)), backend="host", variants=("host_one_shot",))
-    problems, settings = resolve(wanted)
-    coordinator = Coordinator(problems, settings, source_hash=hash_if_known)
+    settings = replace(backend_settings("host", 2), variants=("host_one_shot",))
+    wanted = SweepSpec(op="all_reduce", settings=settings, shapes=((256,), (4096,)))
+    coordinator = Coordinator(problems_of(wanted), settings, source_hash=kernels.source_hash_of)
     coordinator.gang_ready(0, detect(None), limits_for(detect(None), 2))
     while coordinator.next(0).kind == "trial":
         latency = Latency(p10_us=4.0, p50_us=4.0, p90_us=4.0, samples=3)
         coordinator.learn(0, TrialResult(status="ok", latency=latency, baseline_us=9.0))
     started: list[object] = []
-    monkeypatch.setattr(Supervisor, "run", lambda self: started.append(self) or "done")
+    monkeypatch.setattr(Supervisor, "run", lambda self, on_known: started.append(self) or "done")
     with Database.open(tmp_path / "tuned.db", create=True) as database:
         trials = [trial for trial, _ in coordinator.unstored]
         database.record(trials if is_finished else trials[:-1])

@@ -11,14 +11,16 @@ from typing import Any
 
 from replay import recorded as recorded_sweep
 from replay import stand_in, write_recording
+from spec_samples import spec_with
 
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
-from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.hardware import Environment
+from tunedcomm.kernels import source_hash_of
 from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.machine import backend_settings
 from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec, Winner, stored_winners, verify
 
 # Three neighbours, then two more; all have several finals.
@@ -78,10 +80,10 @@ def run(
     recording = tmp_path / "machine.jsonl"
     environment = options.pop("environment", here())
     write_recording(recording, [replace(r, environment=environment) for r in answers])
-    values: dict[str, Any] = {"layers": (Layer("user", str(path)),), "world_size": 4, "command": "pytest"}
+    values: dict[str, Any] = {"layers": (Layer("user", str(path)),), "command": "pytest"}
     values["stand_in"] = stand_in(recording, options.pop("replay_trial_s", 0.0))
     store, progress = options.pop("store", True), options.pop("progress", None)
-    spec = VerifySpec(**{**values, **options})
+    spec = spec_with(VerifySpec, backend_settings("cuda", 4), **{**values, **options})
     if not store:
         return verify(spec, None, progress)
     with Database.open(path) as database:

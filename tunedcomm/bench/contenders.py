@@ -1,6 +1,6 @@
 """Contenders of a benchmark: dispatch, the library, every variant, the GEMM alone, PyTorch's operators and adapters.
 
-Adapters are files that run other projects' kernels; tunedcomm/peers.py says what is in one.
+An adapter is a file that runs another project's kernels; tunedcomm/peers.py says what such a file holds.
 """
 
 from __future__ import annotations
@@ -10,28 +10,40 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 from tunedcomm import kernels
-from tunedcomm.bench.csv import CUBLAS, FUSED_GEMMS
+from tunedcomm.bench.csv import CUBLAS
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.dispatch.launches import Launch
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.op import Given, add_and_norm, form_of, given_of
-from tunedcomm.kernels.gemm.op import operands_of, product, product_reference, wanted_of
-from tunedcomm.ops import run_problem
+from tunedcomm.kernels.gemm.op import (
+    SCALED_MULTIPLE,
+    gemm_layout,
+    operands_of,
+    out_itemsize,
+    product,
+    product_reference,
+    rows_of,
+    usual_dtype,
+)
+from tunedcomm.ops import path_of, run_problem
 from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, symmetric
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, usual_variants, variants
 from tunedcomm.tuner.measure.timing import further_turns, num_turns
 
-_ONE_SHOT_BYTES = 32 << 20  # beyond this it is behind NCCL and only takes time
+_ONE_SHOT_BYTES = 32 << 20  # a one-shot of more bytes is slower than NCCL
 _GRANULE = 16  # bytes a rank that PyTorch's kernels move at once
 _DTYPES = ("bfloat16", "float32")
+_NATIVE_ROWS = 128  # of the only tile of PyTorch's native GEMM: a shard is whole tiles
 
 
 @dataclass(slots=True, eq=False)
@@ -40,12 +52,12 @@ class Contender:
 
     Attributes:
         name, config: columns of the row.
-        num_sms: blocks that it occupies, None where that is not known.
+        num_sms: blocks that the contender occupies; None where not known.
         turns: inputs that launches take in turn.
-        run: one launch with one of them on the current stream; returns the outputs.
-        inputs_of: its inputs made of the op's, if they differ.
-        reference: computes what its results should be, if that differs from the op's reference.
-        is_peer: somebody else's code: left out where it fails.
+        run: launches with one of these inputs on the current stream; returns the outputs.
+        inputs_of: the op's inputs to the contender's inputs, if they differ.
+        reference: computes the expected results, if they differ from the op's reference.
+        is_peer: another project's code, which is left out where it fails.
         results: outputs of the last launch.
     """
 
@@ -67,7 +79,7 @@ class Contender:
                 target.copy_(value)
 
     def launch(self, inputs: Tensors, outputs: Tensors = (), stream: int = 0) -> None:
-        """Run once on the current stream, in the form that is timed, and keep the outputs."""
+        """Run once on the current stream and keep the outputs; this is the launch that is timed."""
         self.results = self.run(inputs)
 
 
@@ -93,12 +105,13 @@ def contenders_of(
     names: Sequence[str] | None,
     adapters: Sequence[Adapter] = (),
 ) -> Contenders:
-    """All contenders that can run `problem`, the library first; several of one name are its settings. Collective.
+    """All contenders that can run `problem`, the library first. Collective.
 
-    Only those of `names`, besides the library, where names are given; `adapters` come besides PyTorch's operators.
+    A contender with several settings comes several times. `names` selects contenders besides the library, by default
+    all but interpreted kernels; `adapters` are added to PyTorch's operators.
     """
     spec = get_op(problem.op)
-    turns = (inputs, *further_turns(inputs, cold=spec.cold and problem.input_kind == "plain"))
+    turns = (inputs, *further_turns(inputs, cold=spec.time_cold and problem.input_kind == "plain"))
     found = Contenders([_library(communicator, problem, turns)])
 
     def is_wanted(name: str) -> bool:
@@ -106,13 +119,15 @@ def contenders_of(
 
     if is_wanted("tuned"):
         chosen = decide(problem, communicator.snapshot, communicator.limits).candidate
-        found.present.append(_ours("tuned", problem, chosen, turns, None))
+        launch = None if path_of(problem) else communicator.bind(problem, chosen)
+        found.present.append(_ours("tuned", problem, chosen, turns, launch))
+    usual = usual_variants(problem.op, on_gpu=communicator.device.type == "cuda")
     for name in variants(problem.op):
-        if name != "library" and is_wanted(name):
+        if name != "library" and name in (usual if names is None else names):
             found.present += _variant(communicator, problem, name, turns)
-    if problem.op in FUSED_GEMMS and is_wanted(CUBLAS):
+    if spec.is_gemm and is_wanted(CUBLAS):
         found.present.append(_gemm_alone(problem, turns))
-    count = num_turns(inputs, cold=spec.cold)
+    count = num_turns(inputs, cold=spec.time_cold)
     for adapter in (*TORCH_PEERS, *adapters):
         if is_wanted(adapter.name):
             _add_peers(found, adapter, problem, communicator.device, count)
@@ -122,7 +137,7 @@ def contenders_of(
 def _ours(
     name: str, problem: Problem, candidate: Candidate, turns: tuple[Tensors, ...], launch: Launch | None
 ) -> Contender:
-    """A contender that writes into the op's outputs: a bound launch, or a user's call of the public function."""
+    """A contender that writes into the op's outputs: a bound launch, or without one the op's public function."""
     device, in_place = turns[0][0].device, problem.in_place
     on_gpu = device.type == "cuda"
     made = () if in_place else get_op(problem.op).make_outputs(problem, device)
@@ -142,15 +157,15 @@ def _ours(
 
 
 def _library(communicator: Communicator, problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
-    """NCCL (gloo) on memory of its own; in place where the op may be, the form that needs no copy."""
+    """NCCL (gloo) on plain memory; in place where the op allows it, which needs no copy."""
     spec, candidate = get_op(problem.op), Candidate.of(problem.op, "library", {})
-    asked = replace(problem, in_place=spec.in_place, input_kind="plain")
-    own = turns if spec.cold else (tuple(torch.empty_like(x) for x in turns[0]),)
-    return _ours("library", asked, candidate, own, communicator.bind(asked, candidate))
+    plain = replace(problem, in_place=spec.in_place, input_kind="plain")
+    inputs = turns if spec.time_cold else (tuple(torch.empty_like(x) for x in turns[0]),)
+    return _ours("library", plain, candidate, inputs, communicator.bind(plain, candidate))
 
 
 def _variant(communicator: Communicator, problem: Problem, name: str, turns: tuple[Tensors, ...]) -> list[Contender]:
-    """A variant with its best stored config for the problem that can run, else its default; none if neither can."""
+    """A variant with its best stored config for the problem, else its default config; nothing if neither can run."""
     variant = get_variant(problem.op, name)
     rows = [
         row
@@ -161,16 +176,16 @@ def _variant(communicator: Communicator, problem: Problem, name: str, turns: tup
     candidates.append(Candidate.of(problem.op, name, variant.default_config(problem, communicator.limits)))
     for candidate in candidates:
         if check_candidate(problem, candidate, communicator.limits) is None:
-            with contextlib.suppress(InfeasibleError):  # its binary takes more of an SM than its variant thought
+            with contextlib.suppress(InfeasibleError):  # its binary needs more of an SM than its variant estimated
                 return [_ours(name, problem, candidate, turns, communicator.bind(problem, candidate))]
     return []
 
 
 def _gemm_alone(problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
-    """The library's GEMM of a fused problem: what a fused kernel would take if communication cost nothing."""
+    """The library's GEMM of a fused problem: the time of a fused kernel if communication cost nothing."""
 
     def inputs_of(values: Tensors) -> Tensors:
-        """Operands of the whole GEMM; where A is gathered, this rank's rows stand for everyone's."""
+        """Operands of the whole GEMM; where A is gathered, this rank's rows stand for all ranks' rows."""
         if problem.op != "ag_gemm":
             return values
         repeated = (problem.world_size, 1)
@@ -180,7 +195,7 @@ def _gemm_alone(problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
         return a.repeat(repeated), *rest
 
     held = tuple(inputs_of(inputs) for inputs in turns)
-    dtype = getattr(torch, wanted_of(problem).dtype)
+    dtype = getattr(torch, gemm_layout(problem).dtype)
     out = torch.empty(problem.shape[:2], dtype=dtype, device=turns[0][0].device)
 
     def run(inputs: Tensors) -> Tensors:
@@ -195,14 +210,14 @@ def _gemm_alone(problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A contender's name, and what makes its settings for a problem."""
+    """A contender's name, and the function that makes its settings for a problem."""
 
     name: str
     peers: Callable[[Problem, torch.device], Iterable[Peer]]
 
 
 def load_adapter(path: Path) -> Adapter:
-    """The adapter in a file; one that cannot be loaded refuses every problem and says why."""
+    """The adapter in a file; a file that cannot be loaded refuses every problem with the reason."""
     spec = importlib.util.spec_from_file_location(f"tunedcomm_peer_{path.stem}", path)
     assert spec is not None, "a file that ends in .py has a loader"
     assert spec.loader is not None, "see above"
@@ -210,7 +225,7 @@ def load_adapter(path: Path) -> Adapter:
     try:
         spec.loader.exec_module(module)
         return Adapter(path.stem, module.peers)
-    except Exception as error:  # noqa: BLE001 - somebody else's file; what it raises is the reason
+    except Exception as error:  # noqa: BLE001 - another project's file; its error is the reason
         why = f"{path} cannot be loaded: {type(error).__name__}: {error}"
 
     def refuse(problem: Problem, device: torch.device) -> Iterable[Peer]:
@@ -220,7 +235,7 @@ def load_adapter(path: Path) -> Adapter:
 
 
 def _add_peers(found: Contenders, adapter: Adapter, problem: Problem, device: torch.device, count: int) -> None:
-    """Add an adapter's settings for the problem if all ranks have the same, else the reason to leave it out."""
+    """Add an adapter's settings if all ranks have the same settings, else the reason to leave the adapter out."""
     made: list[Contender] = []
     reason: str | None = None
     try:
@@ -231,7 +246,7 @@ def _add_peers(found: Contenders, adapter: Adapter, problem: Problem, device: to
         reason = str(why)
     except ModuleNotFoundError as error:
         reason = f"{error.name} cannot be imported here"
-    except Exception as error:  # noqa: BLE001 - other people's code; what it raises is the reason
+    except Exception as error:  # noqa: BLE001 - another project's code; its error is the reason
         reason = f"it raised {type(error).__name__}: {error}"
     reason = first_reason(reason)
     if reason is None:
@@ -245,7 +260,7 @@ def _add_peers(found: Contenders, adapter: Adapter, problem: Problem, device: to
         found.left_out.append((adapter.name, reason))
 
 
-# PyTorch's own operators, each in the form that suits it most: on inputs in symmetric memory.
+# PyTorch's operators. Inputs in symmetric memory, where there is a choice, suit them best.
 
 
 def _suits(problem: Problem, device: torch.device, op: str) -> bool:
@@ -260,35 +275,40 @@ def _suits(problem: Problem, device: torch.device, op: str) -> bool:
     return True
 
 
-def _one_shot(problem: Problem, device: torch.device) -> Iterator[Peer]:
-    if not _suits(problem, device, "all_reduce"):
+def _torch_all_reduce(
+    problem: Problem, device: torch.device, *, two_shot: bool = False, plain: bool = False
+) -> Iterator[Peer]:
+    """One of PyTorch's all_reduces on inputs in symmetric memory, or on `plain` ones, which are copied there."""
+    if not _suits(problem, device, "all_reduce") or (plain and problem.input_kind != "plain"):
         return
-    if problem.nbytes > _ONE_SHOT_BYTES:
+    if not two_shot and problem.nbytes > _ONE_SHOT_BYTES:
         raise LeftOut(f"a one-shot of more than {_ONE_SHOT_BYTES >> 20} MiB only takes time")
-    name = default_group().group_name
-    out = torch.empty(problem.shape, dtype=getattr(torch, problem.dtype), device=device)
+    operators, name = torch.ops.symm_mem, default_group().group_name
+    make = partial(symmetric, problem.shape, problem.dtype, device)
+    plain_tensor = partial(torch.empty, problem.shape, dtype=getattr(torch, problem.dtype), device=device)
+    in_place = two_shot and not plain
+    staging, out = make() if plain else None, None if in_place else plain_tensor()
 
     def run(inputs: Tensors) -> Tensors:
-        torch.ops.symm_mem.one_shot_all_reduce_out(inputs[0], "sum", name, out)
+        if in_place:
+            operators.two_shot_all_reduce_(inputs[0], "sum", name)
+            return inputs
+        assert out is not None, "only calls in place have none"
+        if staging is None:
+            operators.one_shot_all_reduce_out(inputs[0], "sum", name, out)
+        elif two_shot:
+            staging.copy_(inputs[0])
+            operators.two_shot_all_reduce_(staging, "sum", name)
+            out.copy_(staging)
+        else:
+            operators.one_shot_all_reduce_copy_out(staging, inputs[0], "sum", name, out)
         return (out,)
 
-    yield Peer("", lambda: (symmetric(problem.shape, problem.dtype, device),), run)
-
-
-def _two_shot(problem: Problem, device: torch.device) -> Iterator[Peer]:
-    if not _suits(problem, device, "all_reduce"):
-        return
-    name = default_group().group_name
-
-    def run(inputs: Tensors) -> Tensors:
-        torch.ops.symm_mem.two_shot_all_reduce_(inputs[0], "sum", name)
-        return inputs
-
-    yield Peer("in place", lambda: (symmetric(problem.shape, problem.dtype, device),), run)
+    yield Peer("in place" if in_place else "", lambda: ((plain_tensor if plain else make)(),), run)
 
 
 def _low_contention(problem: Problem, device: torch.device) -> Iterator[Peer]:
-    """The copy engines' gather, and the exchange with a sum behind it, that PyTorch's compiler may choose."""
+    """The gather by copy engines, and the exchange with a sum behind it, that PyTorch's compiler may choose."""
     if problem.op not in ("all_gather", "reduce_scatter") or not _suits(problem, device, problem.op):
         return
     name, gathers = default_group().group_name, problem.op == "all_gather"
@@ -302,12 +322,12 @@ def _low_contention(problem: Problem, device: torch.device) -> Iterator[Peer]:
             found = operators._low_contention_reduce_scatter(inputs[0], "sum", name)
         return (torch.ops._c10d_functional.wait_tensor(found),)
 
-    # The operators' stream joins the caller's by a record of pending work, which waiting looks up.
+    # The operators run on another stream; `wait_tensor` joins it.
     yield Peer("", lambda: (symmetric((rows,), problem.dtype, device),), run)
 
 
 def _compiled_norm(problem: Problem, device: torch.device) -> Iterator[Peer]:
-    """NCCL in place, which needs no copy, then one kernel of PyTorch's compiler: a model without fused kernels."""
+    """NCCL in place, which needs no copy, then one kernel of PyTorch's compiler: what a model without us runs."""
     if problem.op != "all_reduce_rms_norm" or device.type != "cuda":
         return
     spec = get_op(problem.op)
@@ -332,9 +352,67 @@ def _compiled_norm(problem: Problem, device: torch.device) -> Iterator[Peer]:
     yield Peer("in place", make, run)
 
 
+def _fused_gemm(problem: Problem, device: torch.device) -> Iterator[Peer]:
+    """PyTorch's operators of asynchronous tensor parallelism. They return memory of their own, which is copied.
+
+    `native` is the form of the gather with a persistent GEMM that waits for progress signals. Otherwise the operator
+    chooses between its forms by a rule of its own.
+    """
+    gathers, scaled = problem.op == "ag_gemm", bool(problem.scaling)
+    if not (gathers or problem.op == "gemm_rs") or device.type != "cuda" or problem.reduction not in ("", "sum", "avg"):
+        return
+    wanted, (m, n, k), ranks = gemm_layout(problem), problem.shape, problem.world_size
+    if problem.numel == 0 or m % ranks:
+        raise LeftOut(f"PyTorch's operators need the same number of rows on each of {ranks} ranks, not {m}")
+    if (problem.dtype == "float8_e4m3fn") != scaled:
+        raise LeftOut("PyTorch's operators scale fp8 operands and no others")
+    if scaled and (n % SCALED_MULTIPLE or k % SCALED_MULTIPLE):
+        raise LeftOut(f"PyTorch multiplies fp8 matrices by whole {SCALED_MULTIPLE} rows and columns, not {(n, k)}")
+    if scaled and not (gathers or wanted.nk):
+        raise LeftOut("PyTorch's scaled products need b stored [N, K]")
+    if wanted.dtype != usual_dtype(problem.dtype) and not (gathers and scaled):
+        raise LeftOut(f"PyTorch's fused operators do not make {wanted.dtype} of {problem.dtype}")
+    spec, name, operators = get_op(problem.op), default_group().group_name, torch.ops.symm_mem
+    outputs = spec.make_outputs(problem, device)
+    if not gathers:  # the workspace cannot grow while a graph is captured
+        symm_mem.get_symm_mem_workspace(name, m * n * out_itemsize(problem))
+
+    def run(inputs: Tensors, *, native: bool) -> Tensors:
+        a, b, _, scale_a, scale_b = operands_of(problem, inputs)
+        b, dtype = b.T if wanted.nk else b, getattr(torch, wanted.dtype)
+        found: Any = None
+        if not gathers and scaled:
+            result = operators.fused_scaled_matmul_reduce_scatter(
+                a, b, scale_a, scale_b, problem.reduction, 0, 0, name, [m, n], out_dtype=dtype
+            )
+        elif not gathers:
+            result = operators.fused_matmul_reduce_scatter(a, b, problem.reduction, 0, name)
+        elif native:
+            found, result = symm_mem._fused_all_gather_matmul_native(a, b, name)
+        elif scaled:
+            b = b if wanted.nk else b.T.contiguous().T  # multiplies by columns only
+            found, (result,) = operators.fused_all_gather_scaled_matmul(
+                a, [b], scale_a, [scale_b], 0, name, [None], [None], [dtype], [False]
+            )
+        else:
+            found, (result,) = operators.fused_all_gather_matmul(a, [b], 0, name, return_A=wanted.gathered)
+        for target, value in zip(outputs, (result, found), strict=False):
+            target.copy_(value)
+        return outputs
+
+    whole_tiles = rows_of(problem) % _NATIVE_ROWS == 0 and n % 8 == 0 and k % 8 == 0
+    present = hasattr(symm_mem, "_fused_all_gather_matmul_native") and hasattr(operators, "_async_input_mm")
+    allocate = partial(spec.make_inputs, problem, 0, 0, "random", device)
+    for native in (False, True) if gathers and problem.dtype == "bfloat16" and whole_tiles and present else (False,):
+        yield Peer(f"native={native}" if gathers else "", allocate, partial(run, native=native))
+
+
 TORCH_PEERS = (
-    Adapter("torch_one_shot_symmetric", _one_shot),
-    Adapter("torch_two_shot_symmetric", _two_shot),
+    Adapter("torch_one_shot", partial(_torch_all_reduce, plain=True)),
+    Adapter("torch_two_shot", partial(_torch_all_reduce, two_shot=True, plain=True)),
+    Adapter("torch_one_shot_symmetric", _torch_all_reduce),
+    Adapter("torch_two_shot_symmetric", partial(_torch_all_reduce, two_shot=True)),
+    Adapter("torch_fused", _fused_gemm),
     Adapter("torch_low_contention", _low_contention),
     Adapter("nccl_compiled_norm", _compiled_norm),
 )

@@ -1,4 +1,4 @@
-"""CSV files of benchmarks: columns, appending, and the share of what the links or the GEMM alone allow."""
+"""CSV files of benchmarks: columns, appending, and each row's share of the least possible time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunedcomm import metrics
+from tunedcomm.spec import OpSpec, ops
 
 COLUMNS = (
     "op,shape,message_bytes,dtype,world_size,mode,contender,config,latency_p10_us,latency_p50_us,latency_p90_us,"
@@ -16,15 +16,14 @@ COLUMNS = (
 ).split(",")
 # A table without these is another program's.
 NEEDED = ("op", "shape", "message_bytes", "dtype", "world_size", "mode", "contender", "latency_p50_us")
-FUSED_GEMMS = ("ag_gemm", "gemm_ar", "gemm_rs")
-CUBLAS = "cublas"  # the contender that is the GEMM of such an op alone
-# GPU and fabric to the most that one GPU has been seen to send to its peers, in 1e9 bytes/s: the largest bus bandwidth
-# of bench/results, of all_gather's `push` of 128 MiB on 4 GPUs. A test holds it to that.
+CUBLAS = "cublas"  # the contender that is the GEMM of a fused op alone
+# GPU and fabric to the most that one GPU has been measured to send to its peers, in 1e9 bytes/s: the largest bus
+# bandwidth in bench/results (all_gather's `push` of 128 MiB on 4 GPUs). A test compares the two.
 _LINK_GB_S = {("NVIDIA H200", "nvswitch-18"): 353.9}
 
 
 def missing_columns(path: Path) -> list[str]:
-    """Columns that rows need and a file lacks; none for a file that is new or empty. Makes its folder.
+    """Columns that rows need and a file lacks; none for a new or empty file. Makes the file's folder.
 
     Raises:
         OSError, UnicodeDecodeError, csv.Error: the file cannot be read and appended to.
@@ -40,7 +39,7 @@ def missing_columns(path: Path) -> list[str]:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], columns: Collection[str] = COLUMNS) -> None:
-    """Append rows; a file of an older version keeps the columns that it has."""
+    """Append rows; a file of an older version keeps its columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", newline="", encoding="utf-8") as file:
         file.seek(0)
@@ -56,34 +55,31 @@ def known_link_gb_s(gpu: str, fabric: str) -> float | None:
     return _LINK_GB_S.get((gpu, fabric))
 
 
-def floor_us(op: str, message_bytes: int, world_size: int, link_gb_s: float | None) -> float | None:
-    """Least time that the links allow; None if they are not known, or traffic is not a fixed share of the op's message.
-
-    A fused GEMM's message is what leaves a rank.
-    """
-    if link_gb_s is None:
+def floor_us(op: OpSpec | None, message_bytes: int, world_size: int, link_gb_s: float | None) -> float | None:
+    """Least time in µs that the links allow; None if the link speed or the op's traffic is not known."""
+    if op is None or link_gb_s is None:
         return None
-    if op in FUSED_GEMMS:
+    if op.is_gemm:
         return message_bytes / link_gb_s / 1e3
-    try:
-        payload = metrics.payload_bytes(op, message_bytes, world_size)
-        return metrics.floor_us(op, payload, world_size, link_gb_s)
-    except ValueError:
+    if op.busbw_factor is None:
         return None
+    return op.payload_bytes(message_bytes, world_size) * op.busbw_factor(world_size) / link_gb_s / 1e3
 
 
 def add_ceiling_shares(rows: Sequence[dict[str, Any]], given_gb_s: float | None) -> None:
-    """Fill the column `ceiling_share` of one problem's rows: the least time that can be had over the row's.
+    """Fill the column `ceiling_share` of one problem's rows: its least possible time over the row's time.
 
-    That is the links' time, or the GEMM alone of a fused one where it takes longer; None if either is not known.
+    The least time is the time of the links. For a fused GEMM it is the time of the GEMM alone where that is longer. The
+    column is None where one of them is not known.
 
     Args:
-        rows: all of one problem, with everything else in them.
-        given_gb_s: what one GPU sends to its peers at most, if not what is known of the hardware.
+        rows: all rows of one problem, every other column filled.
+        given_gb_s: the most that one GPU sends to its peers; None takes the stored value of this hardware.
     """
     alone = [float(row["latency_p50_us"]) for row in rows if row["contender"] == CUBLAS]
     for row in rows:
+        op = ops()[row["op"]]
         link = given_gb_s or known_link_gb_s(row["gpu"], row["fabric"])
-        least = floor_us(row["op"], row["message_bytes"], row["world_size"], link)
-        known = least is not None and (bool(alone) or row["op"] not in FUSED_GEMMS)
+        least = floor_us(op, row["message_bytes"], row["world_size"], link)
+        known = least is not None and (bool(alone) or not op.is_gemm)
         row["ceiling_share"] = round(max(least or 0.0, *alone, 0.0) / row["latency_p50_us"], 4) if known else None

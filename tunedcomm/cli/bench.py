@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from csv import Error as CsvError
@@ -28,15 +29,17 @@ from tunedcomm.cli.options import (
     borrowed,
     check_option,
     check_problem,
+    complete_variant,
     kinds_of,
     known_op,
     modes_of,
     split,
     takes,
 )
-from tunedcomm.cli.output import emit, emit_json, format_ratio, note, table_of
-from tunedcomm.metrics import format_us
-from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, variants
+from tunedcomm.cli.output import Table, emit, format_ratio, note, show
+from tunedcomm.errors import printable
+from tunedcomm.metrics import format_us, plural
+from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, ops, variants
 
 _problem = itemgetter("shape", "dtype", "mode", "world_size", "input_kind")
 
@@ -53,7 +56,10 @@ def bench(
     *,
     layout: LayoutOption = None,
     scaling: ScalingOption = None,
-    contender: Annotated[list[str] | None, typer.Option(help="tuned, library, a variant, cublas, a peer.")] = None,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(help="tuned, library, a variant, cublas, a peer.", autocompletion=complete_variant),
+    ] = None,
     peers: Annotated[list[str] | None, typer.Option(help="Adapters of other projects: files, folders.")] = None,
     link_gb_s: LinkOption = None,
     borrow: BorrowOption = None,
@@ -74,11 +80,12 @@ def bench(
     from tunedcomm.bench.csv import missing_columns
 
     spec = known_op(options.op)
-    if skew and not spec.name.startswith("ep_"):
-        raise bad_usage("--skew", f"{spec.name} has no experts; ep_dispatch and ep_combine have")
+    if skew and not spec.skewed_inputs:
+        able = ", ".join(name for name, other in ops().items() if other.skewed_inputs)
+        raise bad_usage("--skew", f"{spec.name} has no experts; {able} have")
     ranks = options.ranks()
     backend = backend_or_default()
-    modes = modes_of(options.mode or ("graph" if backend == "cuda" else "eager"))
+    modes = modes_of(options.mode or "graph") if backend == "cuda" else ("eager",)
     dtypes = options.dtypes(spec)
     shapes = options.shapes(spec, ranks) or spec.default_shapes(backend, ITEMSIZE[dtypes[0]])
     layout = check_option("layout", layout, spec)
@@ -117,23 +124,57 @@ def bench(
         "link_gb_s": link_gb_s,
         "csv": None if csv is None else str(csv.absolute()),
         "seed": seed,
-        "inputs": "integers" if skew else "random",
+        "inputs": spec.skewed_inputs if skew else "random",
         "run_id": secrets.token_hex(6),
         "command": shlex.join(["tunedcomm", *sys.argv[1:]]),
     }
     from tunedcomm.bench.runner import run_job
 
-    note(f"comparing {len(shapes)} shapes of {spec.name} on {ranks} ranks")
-    found = run_job(job, ranks, borrowed(borrow))
-    _print_left_out(found["left_out"])
-    if as_json:
-        emit_json(found["rows"])
-    else:
-        _print_table(found["rows"])
+    note(f"comparing {plural(len(shapes), 'shape')} of {spec.name} on {ranks} ranks")
+    rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, str]] = []
+    now = _Now()
+
+    def take(line: dict[str, Any]) -> None:
+        """Show what rank 0 of the benchmark reports: a problem's rows as soon as it ends."""
+        now.show(line.get("now", ""))
+        if line.get("rows") and not as_json:
+            emit(_table(line["rows"], with_title=not rows))
+            sys.stdout.flush()
+        rows.extend(line.get("rows", ()))
+        left_out.extend(line.get("left_out", ()))
+
+    try:
+        run_job(job, ranks, borrowed(borrow), on_line=take)
+    finally:  # after Ctrl-C, too
+        now.show("")
+        _print_left_out(left_out)
+        show(rows, [], as_json=as_json)
+    if not rows and not as_json:
+        emit("nothing ran")
+
+
+class _Now:
+    """The current measurement on stderr: one line that is rewritten on a terminal, else a line for each problem."""
+
+    def __init__(self) -> None:
+        self._problem = self._text = ""
+
+    def show(self, text: str) -> None:
+        """Replace the line; with "" it is gone."""
+        problem = text.partition(": ")[0]
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            if text != self._text:
+                sys.stderr.write(f"\r\x1b[K{printable(text)[:width]}")
+                sys.stderr.flush()
+        elif problem not in ("", self._problem):
+            note(problem)
+        self._problem, self._text = problem or self._problem, text
 
 
 def _adapter_files(targets: Sequence[str]) -> list[Path]:
-    """The files that `--peers` means: each target one, or all of a directory but those that begin with `_`."""
+    """The files that `--peers` names: a file, or all files of a directory whose names do not begin with `_`."""
     found: list[Path] = []
     for target in targets:
         path = Path(target)
@@ -191,9 +232,9 @@ _COLUMNS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "type": itemgetter("dtype"),
     "redop": lambda row: row.get("reduction") or "none",
     "mode": itemgetter("mode"),
-    "p10 us": lambda row: format_us(row["latency_p10_us"]),
-    "p50 us": lambda row: format_us(row["latency_p50_us"]),
-    "p90 us": lambda row: format_us(row["latency_p90_us"]),
+    "p10 µs": lambda row: format_us(row["latency_p10_us"]),
+    "p50 µs": lambda row: format_us(row["latency_p50_us"]),
+    "p90 µs": lambda row: format_us(row["latency_p90_us"]),
     "algbw GB/s": _optional("algbw_gb_s", ".2f"),
     "busbw GB/s": _optional("busbw_gb_s", ".2f"),
     "ceiling": _optional("ceiling_share", ".1%"),
@@ -204,11 +245,8 @@ _COLUMNS: dict[str, Callable[[Mapping[str, Any]], object]] = {
 }
 
 
-def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows on stdout, each beside the library on the same problem."""
-    if not rows:
-        emit("nothing ran")
-        return
+def _table(rows: Sequence[Mapping[str, Any]], *, with_title: bool) -> Table:
+    """A problem's rows, each beside the library."""
     library: dict[object, float] = {}
     for row in rows:
         if row["contender"] == "library":
@@ -216,7 +254,8 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     first = rows[0]
     versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "triton", "nccl") if first.get(name))
     title = f"{first['op']} on {first['world_size']} x {first['gpu']} ({first['fabric']}), {versions}"
-    table_of(_COLUMNS, [{**row, "library_us": library.get(_problem(row))} for row in rows], title=title)
+    rows = [{**row, "library_us": library.get(_problem(row))} for row in rows]
+    return Table.of(_COLUMNS, rows, title if with_title else "")
 
 
 def _print_left_out(left_out: Sequence[Mapping[str, str]]) -> None:

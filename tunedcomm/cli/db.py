@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -15,6 +15,7 @@ import typer
 
 from tunedcomm.cli.options import (
     DatabaseOption,
+    EverywhereOption,
     HardwareOption,
     JsonOption,
     OnlyOpOption,
@@ -22,15 +23,16 @@ from tunedcomm.cli.options import (
     WrittenOption,
     bad_usage,
     changed_options,
+    complete_variant,
     split,
     takes,
 )
 from tunedcomm.cli.output import (
     Line,
+    Table,
     attributes,
+    checkup,
     counted,
-    emit,
-    emit_json,
     format_ratio,
     jsonable,
     kind_of,
@@ -38,9 +40,7 @@ from tunedcomm.cli.output import (
     named,
     named_candidate,
     note,
-    print_lines,
-    table,
-    table_of,
+    show,
 )
 from tunedcomm.cli.stored import (
     Contest,
@@ -48,14 +48,15 @@ from tunedcomm.cli.stored import (
     listed,
     on_hardware,
     open_to_write,
+    pin_tables,
     pin_to_dict,
-    print_pins,
     read_contests,
     read_each,
     read_layers,
+    wanted_hardware,
 )
 from tunedcomm.errors import ConfigError, UnknownNameError
-from tunedcomm.metrics import format_bytes, format_us
+from tunedcomm.metrics import format_bytes, format_us, plural
 from tunedcomm.selection.snapshot import matches
 from tunedcomm.spec import Candidate, Mode, admits, check_candidate, format_shape, get_variant
 
@@ -63,9 +64,10 @@ if TYPE_CHECKING:
     from tunedcomm.db.diff import Change, Comparison, Difference
     from tunedcomm.db.layers import Layer
     from tunedcomm.db.maintenance import DatabaseStats, GroupStats, Pruned
-    from tunedcomm.db.records import Trial
-    from tunedcomm.db.transfer import Transfer
+    from tunedcomm.db.records import Pin, Trial
+    from tunedcomm.db.transfer import Export, Transfer
     from tunedcomm.hardware import Environment
+    from tunedcomm.selection.select import Decision
     from tunedcomm.spec import Limits, Problem, Variant
 
 
@@ -76,12 +78,19 @@ _LIST_COLUMNS: dict[str, Callable[[Contest], object]] = {
     "ranks": lambda contest: contest.problem.world_size,
     "mode": lambda contest: contest.problem.mode,
     "input": lambda contest: kind_of(contest.problem),
-    "winner": lambda contest: "(none ran)" if contest.best is None else contest.best.candidate,
-    "p50 us": lambda contest: format_us(contest.best_us),
-    "library us": lambda contest: format_us(contest.library_us),
-    "speed-up": lambda contest: format_ratio(contest.library_us, contest.best_us),
+    "winner": lambda contest: "(unknown op)" if contest.winner is None else contest.winner.candidate,
+    "p50 µs": lambda contest: format_us(None if contest.winner is None else contest.winner.latency_us),
+    "library µs": lambda contest: format_us(None if contest.winner is None else contest.winner.library_us),
+    "speed-up": lambda contest: "-" if contest.winner is None else _speed_up(contest.winner),
     "trials": lambda contest: len(contest.trials),
 }
+
+
+_NOTHING = "no trials of this hardware are stored; `tunedcomm tune` makes some, --all prints other hardware's"
+
+
+def _speed_up(answer: Decision) -> str:
+    return format_ratio(answer.library_us, answer.latency_us)
 
 
 def _made_by(contest: Contest) -> str:
@@ -89,34 +98,36 @@ def _made_by(contest: Contest) -> str:
 
 
 def db_list(
-    *, op: OnlyOpOption = None, hardware: HardwareOption = None, db: DatabaseOption = None, as_json: JsonOption = False
+    *,
+    op: OnlyOpOption = None,
+    hardware: HardwareOption = None,
+    everything: EverywhereOption = False,
+    db: DatabaseOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """List problems by environment with their fastest trials, and pins.
+    """List this machine's problems with what dispatch answers by each database alone, and pins.
 
     Example: tunedcomm db list --op all_reduce --hardware H200
     """
-    found, pins = read_contests(db, op=op, hardware=hardware)
-    if as_json:
-        emit_json([_contest_to_dict(contest) for contest in found])
-        return
-    if not found:
-        emit("no trials stored; `tunedcomm tune --op all_reduce` makes some")
-        return
+    is_wanted = wanted_hardware(hardware, everything=everything or db is not None)
+    found, pins = read_contests(db, is_wanted, op=op, with_winners=True)
     headings: dict[str, list[Contest]] = {}
     for contest in found:
         if contest.trials:
             heading = f"{contest.problem.op} on {named(contest.environment)} in the {contest.layer} database"
             headings.setdefault(heading, []).append(contest)
+    text: list[str | Table] = [] if found else [_NOTHING]
     for heading, members in headings.items():
         by: dict[str, Callable[[Contest], object]] = {"by": _made_by} if any(map(_made_by, members)) else {}
-        table_of(_LIST_COLUMNS | by, members, title=heading)
-    print_pins(pins)
+        text.append(Table.of(_LIST_COLUMNS | by, members, heading))
+    show([_contest_to_dict(contest) for contest in found], [*text, *pin_tables(pins)], as_json=as_json)
 
 
 def _contest_to_dict(contest: Contest) -> dict[str, Any]:
-    best, won = contest.best, None
-    if best is not None:
-        won = attributes(best, "variant config latency_p50_us") | {"library_us": best.library_us, "trial_id": best.id}
+    winner, won = contest.winner, None
+    if winner is not None:
+        won = named_candidate(winner.candidate) | {"latency_p50_us": winner.latency_us}
+        won |= attributes(winner, "library_us trial_id")
     return {
         **attributes(contest, "layer environment problem"),
         "trials": len(contest.trials),
@@ -129,10 +140,10 @@ _SHOW_COLUMNS: dict[str, Callable[[Trial], object]] = {
     "trial": lambda trial: "-" if trial.id is None else trial.id,
     "status": lambda trial: trial.status + (" (final)" if trial.final else ""),
     "candidate": lambda trial: trial.candidate,
-    "p10 us": lambda trial: format_us(trial.latency_p10_us),
-    "p50 us": lambda trial: format_us(trial.latency_p50_us),
-    "p90 us": lambda trial: format_us(trial.latency_p90_us),
-    "library us": lambda trial: format_us(trial.library_us),
+    "p10 µs": lambda trial: format_us(trial.latency_p10_us),
+    "p50 µs": lambda trial: format_us(trial.latency_p50_us),
+    "p90 µs": lambda trial: format_us(trial.latency_p90_us),
+    "library µs": lambda trial: format_us(trial.library_us),
     "speed-up": lambda trial: format_ratio(trial.library_us, trial.latency_p50_us),
     "error": lambda trial: "-" if trial.error is None else f"{trial.error:.1e}",
     "reason": lambda trial: trial.reason,
@@ -149,58 +160,66 @@ def db_show(
     options: _ShownOptions,
     *,
     hardware: HardwareOption = None,
+    everything: EverywhereOption = False,
     limit: Annotated[int, typer.Option(min=1, help="Most trials to print for one environment.")] = 50,
     db: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print all trials of one problem, fastest first, and its pins. Exit code 1 if there is no trial.
+    """Print this machine's trials of one problem, fastest first, and its pins. Exit code 1 if there is no trial.
 
     Example: tunedcomm db show --op all_reduce --shape 131072 --world-size 4 --hardware H200
     """
     op, problem = options.op, options.problem()
-    asked = {problem} if options.mode is not None else {replace(problem, mode="graph"), replace(problem, mode="eager")}
-    stored, pins = read_contests(db, op=op, hardware=hardware)
+    wanted = {problem} if options.mode is not None else {replace(problem, mode="graph"), replace(problem, mode="eager")}
+    is_everything = everything or db is not None
+    stored, pins = read_contests(db, wanted_hardware(hardware, everything=is_everything), op=op)
     stored = [contest for contest in stored if contest.trials]
-    found = [contest for contest in stored if contest.problem in asked]
-    if as_json:
-        emit_json([_trial_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)])
-    else:
-        for contest in found:
-            title = f"{contest.problem} on {named(contest.environment)} in the {contest.layer} database"
-            table_of(_SHOW_COLUMNS, _by_speed(contest)[:limit], title=title)
-            if len(contest.trials) > limit:
-                note(f"{len(contest.trials) - limit} more trials; --limit {len(contest.trials)} prints them all")
-        print_pins({layer: [pin for pin in members if pin.problem in asked] for layer, members in pins.items()})
+    found = [contest for contest in stored if contest.problem in wanted]
+    trials = [_trial_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)]
+    show(trials, _shown(found, limit, pins, wanted), as_json=as_json)
     if not found:
-        hint = _hint(asked, stored)
-        note(f"no trial of {_in_words(asked)} is stored{hint}; `tunedcomm db list` prints what is")
+        hint = _hint(wanted, stored)
+        where = "" if is_everything or hardware else " for this machine"
+        more = ", --all other hardware's" if where else ""
+        note(f"no trial of {_in_words(wanted)} is stored{where}{hint}; `tunedcomm db list` prints what is{more}")
         raise typer.Exit(1)
 
 
-def _in_words(asked: set[Problem]) -> str:
+def _shown(
+    found: Sequence[Contest], limit: int, pins: Mapping[str, Sequence[Pin]], wanted: set[Problem]
+) -> Iterator[str | Table]:
+    for contest in found:
+        title = f"{contest.problem} on {named(contest.environment)} in the {contest.layer} database"
+        yield Table.of(_SHOW_COLUMNS, _by_speed(contest)[:limit], title)
+        if (more := len(contest.trials) - limit) > 0:
+            note(f"{plural(more, 'more trial')}; --limit {len(contest.trials)} prints them all")
+    yield from pin_tables({layer: [pin for pin in members if pin.problem in wanted] for layer, members in pins.items()})
+
+
+def _in_words(wanted: set[Problem]) -> str:
     """One problem, or one that was asked for in either mode."""
-    first = min(asked)
-    return str(first) if len(asked) == 1 else str(first).replace(f" {first.mode}", " in either mode", 1)
+    first = min(wanted)
+    return str(first) if len(wanted) == 1 else str(first).replace(f" {first.mode}", " in either mode", 1)
 
 
-def _hint(asked: set[Problem], stored: Sequence[Contest]) -> str:
+def _hint(wanted: set[Problem], stored: Sequence[Contest]) -> str:
     """The options under which this very shape is stored, else the nearest shapes that are."""
-    problem = min(asked)
+    problem = min(wanted)
     if same := [contest for contest in stored if contest.problem.shape == problem.shape]:
         nearest = same[0].layer
-        ways = {_change_to(contest.problem, asked) for contest in same if contest.layer == nearest}
+        ways = {_change_to(contest.problem, wanted) for contest in same if contest.layer == nearest}
         fewest = sorted(ways, key=lambda way: (way.count("--"), way))[:3]
         return f"; {format_shape(problem.shape)} is stored in the {nearest} database: {' or '.join(fewest)}"
-    families = {one.family for one in asked}
+    families = {one.family for one in wanted}
     others = {contest.problem for contest in stored if contest.problem.family in families}
     by_distance = sorted(others, key=lambda one: (abs(math.log((one.numel + 1) / (problem.numel + 1))), one))
     near = list(dict.fromkeys(format_shape(other.shape) for other in by_distance))[:3]
     return f"; the nearest shapes stored are {', '.join(near)}" if near else ""
 
 
-def _change_to(other: Problem, asked: set[Problem]) -> str:
+def _change_to(other: Problem, wanted: set[Problem]) -> str:
     """The options to change in a command so that it asks for the other problem."""
-    problem = next((one for one in asked if one.mode == other.mode), min(asked))
+    problem = next((one for one in wanted if one.mode == other.mode), min(wanted))
     changed = changed_options(problem, other)
     leave = problem.in_place and not other.in_place
     return " and ".join([f"pass {' '.join(changed)}"] * bool(changed) + ["leave out --in-place"] * leave)
@@ -225,7 +244,7 @@ def _trial_to_dict(layer: str, trial: Trial) -> dict[str, Any]:
 def db_pin(
     options: ProblemOptions,
     *,
-    variant: Annotated[str, typer.Option(help="Variant to run.")],
+    variant: Annotated[str, typer.Option(help="Variant to run.", autocompletion=complete_variant)],
     reason: Annotated[str, typer.Option(help="Why, for whoever finds the pin later.")],
     config: Annotated[
         list[str] | None, typer.Option(help="As num_blocks=8,num_warps=4; by default the variant's for this problem.")
@@ -263,10 +282,8 @@ def db_pin(
     with open_to_write(db, create=db is None) as (opened, where):
         id_ = opened.pin(problem, candidate, environment=environment, reason=reason.strip())
         (pin,) = [pin for pin in opened.pins() if pin.id == id_]
-    if as_json:
-        emit_json({"database": where, **pin_to_dict(pin)})
-    else:
-        emit(f"{problem} runs {candidate} on {environment}: pinned in {where}")
+    pinned = f"{problem} runs {candidate} on {environment}: pinned in {where}"
+    show({"database": where, **pin_to_dict(pin)}, [pinned], as_json=as_json)
 
 
 def _with_every_layer(database: str | None) -> list[Layer]:
@@ -319,10 +336,9 @@ def db_unpin(
     problem = options.problem_in(environment)
     with open_to_write(db) as (opened, where):
         removed = opened.unpin(problem, environment=environment)
-    if as_json:
-        emit_json({"database": where, "problem": problem, "removed": removed, "still_pinned_in": []})
-    elif removed:
-        emit(f"{problem} is not pinned any more on {environment} in {where}")
+    gone = [f"{problem} is not pinned any more on {environment} in {where}"] if removed else []
+    found = {"database": where, "problem": problem, "removed": removed, "still_pinned_in": []}
+    show(found, gone, as_json=as_json)
     if not removed:
         note(f"no pin of {problem} on {environment} is in {where}; `tunedcomm db list` prints the pins of every layer")
         raise typer.Exit(1)
@@ -346,9 +362,14 @@ _STATS_COLUMNS: dict[str, Callable[[GroupStats], object]] = {
 
 
 def db_stats(
-    *, op: OnlyOpOption = None, hardware: HardwareOption = None, db: DatabaseOption = None, as_json: JsonOption = False
+    *,
+    op: OnlyOpOption = None,
+    hardware: HardwareOption = None,
+    everything: EverywhereOption = False,
+    db: DatabaseOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Sum up trials by environment, op, world size, dtype and mode.
+    """Sum up this machine's trials by environment, op, world size, dtype and mode.
 
     `winners` counts the problems that each variant wins under the default numerics policy; `speed-up` is the geometric
     mean over the problems of the library's latency over the winner's; `stale` counts trials of kernels that have
@@ -358,46 +379,41 @@ def db_stats(
     """
     from tunedcomm import kernels
     from tunedcomm.db.maintenance import collect_stats
-    from tunedcomm.dispatch.dispatcher import source_hash_of
+    from tunedcomm.kernels import source_hash_of
 
     kernels.discover()
     read = read_each(read_layers(db), lambda opened: collect_stats(opened, source_hash_of), is_strict=db is not None)
-    found = []
+    is_wanted, found = wanted_hardware(hardware, everything=everything or db is not None), []
     for layer, stats in read:
-        groups = on_hardware(hardware, [group for group in stats.groups if op in (None, group.op)])
+        groups = on_hardware(is_wanted, [group for group in stats.groups if op in (None, group.op)])
         found.append((layer.name, replace(stats, groups=tuple(groups))))
-    if as_json:
-        emit_json(
-            [
-                {
-                    "layer": name,
-                    "database": stats.target,
-                    **attributes(stats, "num_bytes schema rows"),
-                    "groups": [{**jsonable(group), "library_share": group.library_share} for group in stats.groups],
-                }
-                for name, stats in found
-            ]
-        )
-        return
-    for name, stats in found:
-        _print_stats(name, stats)
-    if not found:
-        emit("no database is there; `tunedcomm tune --op all_reduce` makes one")
+    value = [
+        {
+            "layer": name,
+            "database": stats.target,
+            **attributes(stats, "num_bytes schema rows"),
+            "groups": [{**jsonable(group), "library_share": group.library_share} for group in stats.groups],
+        }
+        for name, stats in found
+    ]
+    text = [part for name, stats in found for part in _stats_text(name, stats)]
+    show(value, text or ["no database is there; `tunedcomm tune --op all_reduce` makes one"], as_json=as_json)
 
 
-def _print_stats(name: str, stats: DatabaseStats) -> None:
+def _stats_text(name: str, stats: DatabaseStats) -> Iterator[str | Table]:
     size = "" if stats.num_bytes is None else f"{format_bytes(stats.num_bytes)}, "
-    held = ", ".join(f"{stats.rows[key]} {key}" for key in ("problems", "environments", "runs", "pins"))
-    emit(f"{name} database {stats.target}: {size}schema {stats.schema}, {stats.num_tried} trials, {held}")
+    held = ", ".join(plural(stats.rows[f"{noun}s"], noun) for noun in ("problem", "environment", "run", "pin"))
+    trials = plural(stats.num_tried, "trial")
+    yield f"{name} database {stats.target}: {size}schema {stats.schema}, {trials}, {held}"
     titles: dict[str, list[GroupStats]] = {}
     for group in stats.groups:
         there = group.environment
         software = f"torch {there.torch}, triton {there.triton}" + (f", driver {there.driver}" if there.driver else "")
         titles.setdefault(f"{group.op} on {named(there)}, {software}", []).append(group)
     for title, groups in titles.items():
-        table_of(_STATS_COLUMNS, groups, title=title)
+        yield Table.of(_STATS_COLUMNS, groups, title)
     if unknown := sum(group.unknown for group in stats.groups):
-        emit(f"{unknown} trials are of variants that this tunedcomm does not have")
+        yield f"of variants that this tunedcomm does not have: {plural(unknown, 'trial')}"
 
 
 def format_age(then: datetime | None) -> str:
@@ -421,7 +437,7 @@ def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     from tunedcomm import kernels
     from tunedcomm.db.engine import parse_target
     from tunedcomm.db.maintenance import check_database
-    from tunedcomm.dispatch.dispatcher import source_hash_of
+    from tunedcomm.kernels import source_hash_of
 
     kernels.discover()
     found: list[dict[str, Any]] = [
@@ -432,12 +448,15 @@ def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
         }
         for layer in read_layers(db)
     ]
-    if as_json:
-        emit_json(found)
-    else:
-        for one in found:
-            emit(f"{one['layer']} database {one['database']}")
-            print_lines([Line(*astuple(finding)) for finding in one["findings"]])
+    text = [
+        part
+        for one in found
+        for part in (
+            f"{one['layer']} database {one['database']}",
+            checkup(Line(*astuple(finding)) for finding in one["findings"]),
+        )
+    ]
+    show(found, text, as_json=as_json)
     if any(finding.level == "fail" for one in found for finding in one["findings"]):
         raise typer.Exit(1)
 
@@ -484,7 +503,7 @@ def db_prune(
     from tunedcomm.db.layers import layers_beside, writable_database
     from tunedcomm.db.maintenance import Selection, prune
     from tunedcomm.db.store import Database
-    from tunedcomm.dispatch.dispatcher import source_hash_of
+    from tunedcomm.kernels import source_hash_of
 
     kernels.discover()
     if not any((stale, superseded, failed, invalid, environment, older_than)):
@@ -508,18 +527,15 @@ def db_prune(
         )
         elsewhere = layers_beside(db) if failed else []
         done = prune(opened, selection, source_hash_of, dry_run=not yes, elsewhere=elsewhere)
-    if as_json:
-        emit_json({**asdict(done), "trials": done.trials})
-    else:
-        _print_pruned(done)
+    show({**asdict(done), "trials": done.trials}, _pruned_text(done), as_json=as_json)
 
 
-def _print_pruned(done: Pruned) -> None:
+def _pruned_text(done: Pruned) -> Iterator[str | Table]:
     if done.groups:
         names = ("environment", "gpu", "op", "variant", "status", "trials", "finals")
-        table(names, [(str(g["environment"])[:8], *(g[name] for name in names[1:])) for g in done.groups])
-    unused = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in done.unused.items())
-    what = f"{done.trials} of {done.held} trials" + (f", with {unused} that nothing else refers to" if unused else "")
+        yield Table(names, [(str(g["environment"])[:8], *(g[name] for name in names[1:])) for g in done.groups])
+    unused = ", ".join(plural(count, name) for name, count in done.unused.items())
+    also = f", with {unused} that nothing else refers to" if unused else ""
     if done.along:
         note(f"good trials among them, of candidates that failed since or at another size: {done.along}")
     if done.kept:
@@ -527,11 +543,12 @@ def _print_pruned(done: Pruned) -> None:
             f"failures kept, because they keep good trials of other databases from being used: {done.kept}; "
             "`tunedcomm tune --retry` tries those candidates again"
         )
-    emit(f"{'would be removed' if done.dry_run else 'removed'} from {done.target}: {what}")
+    what = f"{done.trials} of {plural(done.held, 'trial')}{also}"
+    yield f"{'would be removed' if done.dry_run else 'removed'} from {done.target}: {what}"
     if done.dry_run and (done.trials or done.unused):
         note("nothing was removed; the same command with --yes does it")
     if done.bytes_before is not None and done.bytes_after is not None:
-        emit(f"{format_bytes(done.bytes_before)} before, {format_bytes(done.bytes_after)} now")
+        yield f"{format_bytes(done.bytes_before)} before, {format_bytes(done.bytes_after)} now"
         if not done.compacted:
             note("the file was not compacted, for another process uses it or the disk is full; prune it again later")
 
@@ -550,20 +567,19 @@ def db_upgrade(
     from tunedcomm.db.layers import writable_database
 
     done = upgrade_database(writable_database(db), check=check)
-    if as_json:
-        emit_json({**asdict(done), "is_needed": done.is_needed})
-    elif not done.is_needed:
-        emit(f"{done.target} has schema {done.after} already")
+    text = [f"{done.target} was upgraded from schema {done.before} to {done.after}"]
+    text += [f"as it was: {done.copy}" if done.copy else "no copy was made: of a server, make dumps with its own tools"]
+    if not done.is_needed:
+        text = [f"{done.target} has schema {done.after} already"]
     elif check:
-        emit(f"{done.target} has schema {done.before}; `tunedcomm db upgrade --db {done.target}` makes it {done.after}")
-    else:
-        emit(f"{done.target} was upgraded from schema {done.before} to {done.after}")
-        emit(f"as it was: {done.copy}" if done.copy else "no copy was made: of a server, make dumps with its own tools")
+        mend = f"`tunedcomm db upgrade --db {done.target}` makes it {done.after}"
+        text = [f"{done.target} has schema {done.before}; {mend}"]
+    show({**asdict(done), "is_needed": done.is_needed}, text, as_json=as_json)
     if check and done.is_needed:
         raise typer.Exit(1)
 
 
-FileFormat: TypeAlias = Literal["sqlite", "jsonl", "nccl-csv"]
+FileFormat: TypeAlias = Literal["sqlite", "jsonl"]
 _KINDS = {
     "winner": "another winner",
     "latency": "the same winner, another latency",
@@ -586,7 +602,7 @@ def db_export(
         list[str] | None, typer.Option(help="Databases to read, merged if several; by default the user's.")
     ] = None,
     form: Annotated[
-        FileFormat, typer.Option("--format", help="sqlite for dispatch, jsonl for other programs, nccl-csv for NCCL.")
+        FileFormat, typer.Option("--format", help="sqlite for dispatch, jsonl for other programs.")
     ] = "sqlite",
     everything: Annotated[
         bool, typer.Option("--all", help="All rows, not only what dispatch and explain need.")
@@ -594,15 +610,12 @@ def db_export(
     cluster: Annotated[
         str | None, typer.Option(metavar="NAME", help="Write NAME.db and print the setting that its users need.")
     ] = None,
-    hardware: Annotated[
-        str | None, typer.Option(help="For nccl-csv: part of the GPU's name, or first digits of a digest.")
-    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace OUT if it was exported, or holds nothing else.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what dispatch and explain need of databases to one file.
+    """Export the rows that dispatch and explain need to one file.
 
     A manifest is written beside it.
 
@@ -611,40 +624,36 @@ def db_export(
     from tunedcomm.db.layers import named_layers
     from tunedcomm.db.transfer import export_database, path_setting
 
-    if hardware is not None and form != "nccl-csv":
-        raise bad_usage("--hardware", "only --format nccl-csv is of one kind of hardware")
     path = _file_named(out, form, as_json=as_json) if cluster is None else _cluster_file(cluster, out, form)
     sources = [layer.target for target in db or (None,) for layer in named_layers(target)]
     into = sys.stdout if path is None else path
-    export = export_database(sources, into, form=form, everything=everything, hardware=hardware, force=force)
+    export = export_database(sources, into, form=form, everything=everything, force=force)
     setting = None if cluster is None or export.path is None else path_setting(export.path)
-    if as_json:
-        emit_json(
-            {
-                "path": str(export.path),
-                "format": export.form,
-                **attributes(export, "sha256 num_bytes manifest rows left_out"),
-                "skipped": export.skipped.count,
-                "sources": export.sources,
-                "setting": setting,
-            }
-        )
-        return
+    value = {
+        "path": str(export.path),
+        "format": export.form,
+        **attributes(export, "sha256 num_bytes manifest rows left_out"),
+        "skipped": export.skipped.count,
+        "sources": export.sources,
+        "setting": setting,
+    }
+    show(value, _export_text(export, setting), as_json=as_json)
+
+
+def _export_text(export: Export, setting: str | None) -> Iterator[str | Table]:
     if export.skipped.count:
-        note(
-            f"left out {export.skipped.count} rows that make no sense, the first: {export.skipped.first}; "
-            "`tunedcomm db check` lists them"
-        )
+        first = f"the first: {export.skipped.first}; `tunedcomm db check` lists them"
+        note(f"left out {plural(export.skipped.count, 'invalid row')}, {first}")
     if export.path is None:  # the rows are on stdout: whoever pipes or compares them wants nothing else there
         return
     read, known = (sum(getattr(source, name) for source in export.sources) for name in ("trials", "known"))
-    table(("table", "rows"), [(name, count) for name, count in export.rows.items() if count])
-    databases = f"{len(export.sources)} database{'s' if len(export.sources) > 1 else ''}"
+    yield Table(("table", "rows"), [(name, count) for name, count in export.rows.items() if count])
     twice = f", {known} of them in an earlier one too" if known else ""
-    emit(f"{read} trials in {databases}{twice}; {export.left_out} left out as not needed")
-    emit(f"{export.path}: {format_bytes(export.num_bytes)}, SHA-256 {export.sha256}")
+    databases = plural(len(export.sources), "database")
+    yield f"{plural(read, 'trial')} in {databases}{twice}; {export.left_out} left out as not needed"
+    yield f"{export.path}: {format_bytes(export.num_bytes)}, SHA-256 {export.sha256}"
     if setting is not None:
-        emit(f"export {setting}")
+        yield f"export {setting}"
 
 
 def _file_named(out: str | None, form: FileFormat, *, as_json: bool) -> Path | None:
@@ -694,19 +703,16 @@ def db_import(
     from tunedcomm.db.transfer import import_databases
 
     done = import_databases(sources, writable_database(db))
-    if as_json:
-        emit_json(_transfer_to_dict(done))
-    else:
-        _print_transfer(done)
+    show(_transfer_to_dict(done), _transfer_text(done), as_json=as_json)
 
 
-def _print_transfer(done: Transfer) -> None:
-    """Print what came of each source, and of all together."""
+def _transfer_text(done: Transfer) -> Iterator[str | Table]:
+    """A table of the sources, and the sum of them."""
     verified = {True: "as its manifest says", False: "-"}
     rows = [(s.source, s.trials, s.known, verified[s.source in done.verified]) for s in done.sources]
-    table(("source", "trials", "in an earlier one", "manifest"), rows)
+    yield Table(("source", "trials", "in an earlier one", "manifest"), rows)
     known = sum(s.trials - s.known for s in done.sources) - done.added
-    emit(f"{done.added} trials added to {done.target}, which had {known} of them")
+    yield f"{plural(done.added, 'trial')} added to {done.target}, which had {known} of them"
 
 
 def _transfer_to_dict(done: Transfer) -> dict[str, Any]:
@@ -738,20 +744,14 @@ def db_merge(
         {name: sum(change.kind == kind for change in comparison.changes) for name, kind in kinds.items()}
         for comparison in done.comparisons
     ]
-    if as_json:
-        environments = [
-            {"environment": comparison.after, **attributes(comparison, "world_size problems"), **found}
-            for comparison, found in zip(done.comparisons, counts, strict=True)
-        ]
-        emit_json({**_transfer_to_dict(done), "environments": environments})
-        return
-    _print_transfer(done)
-    emit("What it answers now:")
-    rows = [
-        (named(comparison.after), comparison.world_size, comparison.problems, *list(found.values())[:3])
+    environments = [
+        {"environment": comparison.after, **attributes(comparison, "world_size problems"), **found}
         for comparison, found in zip(done.comparisons, counts, strict=True)
     ]
-    table(("environment", "ranks", "problems", "new", "another winner", "another latency"), rows)
+    names = ("environment", "ranks", "problems", "new", "another winner", "another latency")
+    rows = [(named(found["environment"]), *list(found.values())[1:6]) for found in environments]
+    text = [*_transfer_text(done), "The database now answers:", Table(names, rows)]
+    show({**_transfer_to_dict(done), "environments": environments}, text, as_json=as_json)
 
 
 def db_diff(
@@ -761,7 +761,7 @@ def db_diff(
     limit: Annotated[int, typer.Option(min=1, help="Most problems to print of each kind.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what two databases answer differently. Like diff, exit code 1 if they differ and 0 if they do not.
+    """Print where the answers of two databases differ. Like diff, exit code 1 if they differ and 0 if not.
 
     They are compared as dispatch would choose if all of their kernels could run and were current. Latencies differ if
     they are further apart than the noise of both measurements.
@@ -771,47 +771,44 @@ def db_diff(
     from tunedcomm.db.diff import diff_databases
 
     found = diff_databases(before, after)
-    if as_json:
-        emit_json(_difference_to_dict(found))
-    else:
-        _print_difference(found, limit)
+    show(_difference_to_dict(found), _difference_text(found, limit), as_json=as_json)
     raise typer.Exit(0 if found.is_empty else 1)
 
 
-def _print_difference(found: Difference, limit: int) -> None:
+def _difference_text(found: Difference, limit: int) -> Iterator[str | Table]:
     for index, (letter, name) in enumerate((("A", found.before), ("B", found.after))):
         held, only = found.trials[index], found.trials_only[index]
-        emit(f"{letter}: {name}, schema {found.schemas[index]}, {held} trials, {only} of them in it alone")
+        yield f"{letter}: {name}, schema {found.schemas[index]}, {plural(held, 'trial')}, {only} of them in it alone"
     if found.is_empty:
-        emit("no difference")
+        yield "no difference"
         return
     for letter, environments in zip("AB", found.environments_only, strict=True):
         for environment in environments:
-            emit(f"measured only in {letter}: {named(environment)}")
+            yield f"measured only in {letter}: {named(environment)}"
     for (op, variant), one in found.retired.items():
-        what = f"its source changed, {one.before} -> {one.after}, which retires {one.finals} finals of A"
+        what = f"its source changed, {one.before} -> {one.after}, which retires {plural(one.finals, 'final')} of A"
         if one.before is None or one.after is None:
             what = f"only {'A' if one.after is None else 'B'} knows it"
-        emit(f"{op} {variant}: {what}")
+        yield f"{op} {variant}: {what}"
     for (problem, environment), pins in found.pins.items():
         was, now = ("none" if pin is None else f"{pin[0]} ({pin[1]})" for pin in pins)
-        emit(f"pin of {problem} on {named(environment)}: {was} -> {now}")
+        yield f"pin of {problem} on {named(environment)}: {was} -> {now}"
     for comparison in found.comparisons:
-        _print_comparison(comparison, limit)
+        yield from _comparison_text(comparison, limit)
 
 
-def _print_comparison(comparison: Comparison, limit: int) -> None:
+def _comparison_text(comparison: Comparison, limit: int) -> Iterator[str | Table]:
     drift = f"; software: {', '.join(comparison.drift)}" if comparison.drift else ""
-    changed = f"{len(comparison.changes)} of {comparison.problems} problems are answered otherwise"
-    emit("")
-    emit(f"{named(comparison.after)}, {comparison.world_size} ranks: {changed}{drift}")
+    changed = f"{len(comparison.changes)} of {plural(comparison.problems, 'problem')} answered otherwise"
+    yield ""
+    yield f"{named(comparison.after)}, {comparison.world_size} ranks: {changed}{drift}"
     for kind, title in _KINDS.items():
         rows = [_change_cells(change) for change in comparison.changes if change.kind == kind]
         if rows:
-            emit(f"{title}: {len(rows)}")
-            table(("problem", "A", "us", "B", "us", "B is"), rows[:limit])
+            yield f"{title}: {len(rows)}"
+            yield Table(("problem", "A", "µs", "B", "µs", "B is"), rows[:limit])
         if len(rows) > limit:
-            emit(f"... and {len(rows) - limit} more; --limit {len(rows)} prints them all")
+            yield f"... and {len(rows) - limit} more; --limit {len(rows)} prints them all"
 
 
 def _change_cells(change: Change) -> tuple[object, ...]:

@@ -8,21 +8,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunedcomm.cli.explain import Choice, choose, explanation
+from tunedcomm.cli.explain import explanation, look_up
 from tunedcomm.cli.options import CallOptions, JsonOption, backend_or_default, known_op, local_ranks
-from tunedcomm.cli.output import emit, emit_json, format_ratio, message_of, note, table_of
+from tunedcomm.cli.output import Table, emit, format_ratio, message_of, note, show
 from tunedcomm.cli.tune import run_sweep
+from tunedcomm.hardware import num_gpu_ranks
 from tunedcomm.metrics import format_us
-from tunedcomm.spec import ITEMSIZE, format_shape, parse_shape
+from tunedcomm.spec import ITEMSIZE, Problem, format_shape, parse_shape
+
+if TYPE_CHECKING:
+    from tunedcomm.selection.select import Decision
 
 # Small to large: enough to see the choice change, short enough to watch.
 SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20)
 SHIPPED_SIZES = (8 << 10, 1 << 20, 64 << 20)
-BUDGET_S, TRIALS = 20.0, 6
+BUDGET_S, TRIALS = 6.0, 6
 
 
 def demo(
@@ -31,12 +36,13 @@ def demo(
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs, or 2 on the host.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tune all_reduce here in half a minute and show what was won. The sums are checked on every rank.
+    """Tune all_reduce here in 20 seconds and show what was won. The sums are checked on every rank.
 
     Example: tunedcomm demo --db demo.db
     """
-    from tunedcomm.bench.runner import run_module
-    from tunedcomm.tuner.search.sweep import SweepSpec
+    from tunedcomm.tuner.gang.ranks import run_forked, run_module
+    from tunedcomm.tuner.machine import machine_settings
+    from tunedcomm.tuner.search.spec import SweepSpec
 
     op, backend, ranks = known_op("all_reduce"), backend_or_default(), local_ranks(world_size)
     dtype, library = ("bfloat16", "NCCL") if backend == "cuda" else ("float32", "gloo")
@@ -46,9 +52,7 @@ def demo(
         shapes=shapes,
         dtypes=(dtype,),
         modes=("eager",),
-        world_size=ranks,
-        backend=backend,
-        trials=TRIALS,
+        settings=replace(machine_settings(backend, ranks), trials=TRIALS),
         budget_s=BUDGET_S,
         command="tunedcomm demo",
     )
@@ -56,37 +60,43 @@ def demo(
     if outcome.unsolved or outcome.environment is None:
         note("no candidate runs here; `tunedcomm doctor` says what is missing")
         raise typer.Exit(1)
-    here = outcome.environment
-    asked = CallOptions(op=op.name, shape="", world_size=ranks, dtype=dtype, mode="eager", hardware=here.digest, db=url)
-    texts = [format_shape(shape) for shape in shapes]
-    choices = [choose(replace(asked, shape=text)) for text in texts]
-    if as_json:
-        emit_json(choices)
-    else:
-        table_of(_columns(library), choices, title=f"{op.name} of {dtype} on {ranks} ranks, {here}")
-        for line in explanation(choices[len(choices) // 2])[:3]:
-            emit(line)
-    code = run_module(
-        "tunedcomm.cli.demo",
-        [dtype, *texts],
-        world_size=ranks,
-        environment={"TUNEDCOMM_DB": url, "TUNEDCOMM_MISS_LOG": "0"},
+    machine = outcome.environment
+    call = CallOptions(
+        op=op.name, shape="", world_size=ranks, dtype=dtype, mode="eager", hardware=machine.digest, db=url
     )
+    texts = [format_shape(shape) for shape in shapes]
+    choices = [look_up(replace(call, shape=text)) for text in texts]
+    shares = {one.problem: (one.best_library_us or 0.0) / one.library_us for one in outcome.problems if one.library_us}
+    won = Table.of(_columns(library, shares), choices, f"{op.name} of {dtype} on {ranks} ranks, {machine}")
+    show(choices, [won, *explanation(choices[len(choices) // 2])], as_json=as_json)
+    environment = {"TUNEDCOMM_DB": url, "TUNEDCOMM_MISS_LOG": "0"}
+    if num_gpu_ranks():
+        code = run_module("tunedcomm.cli.demo", [dtype, *texts], world_size=ranks, environment=environment)
+    else:
+        code = run_forked(partial(main, dtype, texts), world_size=ranks, environment=environment)
     if code:
         note(f"a sum was wrong, or a rank failed: the ranks ended with code {code}")
         raise typer.Exit(1)
     if not as_json:
         emit(f"checked: every sum is right on all {ranks} ranks, dispatched from {url}")
         _show_shipped()
+        emit(f"next, with these choices:  TUNEDCOMM_DB={url} python YOUR_PROGRAM.py")
+        emit(f"next, for every program:   tunedcomm tune --op {op.name} --budget 5m")
 
 
-def _columns(library: str) -> Mapping[str, Callable[[Choice], object]]:
+def _columns(library: str, shares: Mapping[Problem, float]) -> Mapping[str, Callable[[Decision], object]]:
+    """Columns of choices; `shares` are the library's times in its best form over its times out of place."""
+
+    def library_us(choice: Decision) -> float | None:
+        share = 1.0 if choice.problem is None else shares.get(choice.problem, 1.0)
+        return None if choice.library_us is None else choice.library_us * share
+
     return {
-        "message": lambda choice: message_of(choice.problem),
-        f"{library} µs": lambda choice: format_us(choice.decision.library_us),
-        "tuned µs": lambda choice: format_us(choice.decision.latency_us),
-        "times as fast": lambda choice: format_ratio(choice.decision.library_us, choice.decision.latency_us),
-        "what runs": lambda choice: choice.decision.candidate,
+        "message": lambda choice: "-" if choice.problem is None else message_of(choice.problem),
+        f"{library} µs": lambda choice: format_us(library_us(choice)),
+        "tuned µs": lambda choice: format_us(choice.latency_us),
+        "times as fast": lambda choice: format_ratio(library_us(choice), choice.latency_us),
+        "what runs": lambda choice: choice.candidate,
     }
 
 
@@ -95,14 +105,11 @@ def _show_shipped() -> None:
     from tunedcomm.db.layers import packaged_databases
 
     shipped = [str(path) for path in packaged_databases() if path.name.endswith("-x4.db")]
-    asked = CallOptions(
-        op="all_reduce", shape="", world_size=4, dtype="bfloat16", hardware="H200", db=(*shipped, "")[0]
-    )
+    call = CallOptions(op="all_reduce", shape="", world_size=4, dtype="bfloat16", hardware="H200", db=(*shipped, "")[0])
     texts = [str(size // ITEMSIZE["bfloat16"]) for size in SHIPPED_SIZES]
-    choices = [choose(replace(asked, shape=text), with_left_out=False) for text in texts if shipped]
-    table_of(
-        _columns("NCCL"), choices, title="shipped, measured on 4 H200 in CUDA graphs, bfloat16 (not on this machine)"
-    )
+    choices = [look_up(replace(call, shape=text), with_left_out=False) for text in texts if shipped]
+    title = "shipped, measured on 4 H200 in CUDA graphs, bfloat16 (not on this machine)"
+    emit(Table.of(_columns("NCCL", {}), choices, title))
 
 
 def main(dtype_name: str, shapes: Sequence[str]) -> int:
@@ -111,15 +118,15 @@ def main(dtype_name: str, shapes: Sequence[str]) -> int:
     import torch.distributed as dist
 
     import tunedcomm
-    from tunedcomm.bench.runner import start_group
     from tunedcomm.dispatch.communicator import release_communicators
+    from tunedcomm.tuner.gang.ranks import join_group
 
-    device, dtype = start_group(), getattr(torch, dtype_name)
+    device, dtype = join_group(), getattr(torch, dtype_name)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     num_wrong = 0
     for text in shapes:
         (numel,) = parse_shape(text)
-        pattern = torch.arange(numel, device=device) % 5
+        pattern = torch.arange(numel, dtype=torch.int64, device=device) % 5
         expected = (pattern * world_size + world_size * (world_size - 1) // 2).to(dtype)
         if not torch.equal(tunedcomm.all_reduce((pattern + rank).to(dtype)), expected):
             num_wrong += 1

@@ -18,10 +18,11 @@ import typer
 
 from tunedcomm import settings
 from tunedcomm.cli.options import BorrowOption, JsonOption, borrowed
-from tunedcomm.cli.output import Line, emit_json, note, print_lines
-from tunedcomm.cli.stored import environment_here, read_layers, stored_environments
+from tunedcomm.cli.output import Line, checkup, note, show
+from tunedcomm.cli.stored import environment_here, read_each, read_layers, stored_environments
 from tunedcomm.errors import DatabaseError, SettingError
-from tunedcomm.hardware import advice, nearest, version_of
+from tunedcomm.hardware import Environment, advice, nearest, version_of
+from tunedcomm.metrics import plural
 from tunedcomm.version import VERSION
 
 OLDEST = {"torch": "2.9", "triton": "3.6"}
@@ -42,10 +43,7 @@ def doctor(*, borrow: BorrowOption = None, as_json: JsonOption = False) -> None:
     Example: tunedcomm doctor --borrow H100
     """
     lines = run_checks(borrow=borrowed(borrow))
-    if as_json:
-        emit_json([line._asdict() for line in lines])
-    else:
-        print_lines(lines)
+    show([line._asdict() for line in lines], [checkup(lines)], as_json=as_json)
     if any(line.level == "fail" for line in lines):
         raise typer.Exit(1)
 
@@ -143,44 +141,98 @@ def check_databases() -> Iterator[Line]:
     except DatabaseError as error:
         yield Line("user database", "warn", str(error), "set HOME or TUNEDCOMM_DB")
     for layer in all_layers():
-        name, path = f"{layer.name} database", parse_target(layer.target).path
-        if is_absent(layer):
-            yield Line(name, "ok", f"{layer.target} is not there yet; `tunedcomm tune` makes it")
-        else:
-            try:
+        name, path, is_user = f"{layer.name} database", None, layer.name == "user"
+        is_writable = True
+        try:
+            path = parse_target(layer.target).path
+            is_writable = path is None or _is_writable(path)
+            if is_absent(layer) or (is_user and not is_writable and not os.path.lexists(layer.target)):
+                if is_writable:
+                    yield Line(name, "ok", f"{layer.target} is not there yet; `tunedcomm tune` makes it")
+            else:
                 with layer.open() as database:
-                    held = f"{len(database.problems())} problems, {len(database.environments())} environments"
+                    held = plural(len(database.problems()), "problem")
+                    held += f", {plural(len(database.environments()), 'environment')}"
                     yield Line(name, "ok", f"{database.url}: {held}, schema {database.schema_version}")
-            except DatabaseError as error:
+        except DatabaseError as error:
+            if is_user and _is_unused(layer.target):
+                yield Line(name, "ok", f"{parse_target(layer.target)} is empty; `tunedcomm tune` makes its tables")
+            else:
                 gone = path is not None and not path.exists()
                 mend = "make it or correct TUNEDCOMM_DB_PATH" if gone else "repair, upgrade or remove it"
                 yield Line(name, "fail", str(error), f"{mend}; dispatch skips it until then")
-        if layer.name == "user" and path is not None:
+        if is_user and path is not None:
+            fix = "set TUNEDCOMM_DB to a file that may be written; until then nothing can be tuned or pinned here"
+            if not is_writable:
+                yield Line(name, "warn", f"{path} cannot be written", fix)
             try:
                 refuse_network(path)
             except DatabaseError as error:
-                fix = "set TUNEDCOMM_DB; until then nothing can be tuned or pinned here"
                 yield Line(name, "warn", str(error), fix)
+
+
+def _is_writable(path: Path) -> bool:
+    """True if the file may be written, or made together with the folders that are missing."""
+    found = next(part for part in (path.absolute(), *path.absolute().parents) if os.path.lexists(part))
+    return os.access(found, os.W_OK, effective_ids=True) and (found == path.absolute() or found.is_dir())
+
+
+def _is_unused(target: str) -> bool:
+    from tunedcomm.db.engine import is_unused, parse_target
+
+    try:
+        return is_unused(parse_target(target))
+    except DatabaseError:
+        return False
 
 
 def check_this_machine() -> Iterator[Line]:
     """Measurements of hardware like this, in any database."""
-    here = environment_here()
+    machine = environment_here()
     stored = stored_environments(read_layers(None), is_quiet=True)
-    like = [environment for environment in stored if environment.hard_key == here.hard_key]
+    like = [environment for environment in stored if environment.hard_key == machine.hard_key]
     if like:
-        drift = here.drift(like[0])
+        drift = machine.drift(like[0])
         since = f"; since then: {', '.join(drift)}" if drift and len(like) == 1 else ""
-        yield Line("this machine", "ok", f"{here} is tuned{since}")
+        whole, some = _tuned_ops(machine)
+        if whole:
+            beside = f", of {', '.join(some)} some sizes" if some else ""
+            yield Line("this machine", "ok", f"{machine} is tuned: {', '.join(whole)}{beside}{since}")
+        else:
+            held = f"some sizes of {', '.join(some)}" if some else "no kernel"
+            yield Line("this machine", "warn", f"{machine}: {held} measured, no op at its default sizes", _NONE_HERE)
         return
-    found = nearest(here, stored)
+    found = nearest(machine, stored)
     if found is None:
-        until = "; rules of thumb choose until then" if here.is_host else ""
-        yield Line("this machine", "warn", f"no database holds anything for {here}{until}", _NONE_HERE)
+        until = "; rules of thumb choose until then" if machine.is_host else ""
+        yield Line("this machine", "warn", f"no database holds anything for {machine}{until}", _NONE_HERE)
         return
-    different = here.differences(found)
-    detail = f"no database holds anything for {here}; the nearest is {found}: {'; '.join(different.values())}"
-    yield Line("this machine", "warn", detail, advice(next(iter(different)), here, different))
+    different = machine.differences(found)
+    detail = f"no database holds anything for {machine}; the nearest is {found}: {'; '.join(different.values())}"
+    yield Line("this machine", "warn", detail, advice(next(iter(different)), machine, different))
+
+
+def _tuned_ops(machine: Environment) -> tuple[list[str], list[str]]:
+    """Ops with a kernel measured at all of their default sizes, in some dtype and number of ranks; ops with others."""
+    from tunedcomm.db.layers import load_snapshot
+    from tunedcomm.spec import ITEMSIZE, get_op, ops
+
+    _discover()
+    layers = read_layers(None)
+    counts = read_each(layers, lambda database: {problem.world_size for problem in database.problems()}, is_quiet=True)
+    shapes: dict[tuple[str, str, int], set[tuple[int, ...]]] = {}
+    for num_ranks in set().union(*(found for _, found in counts)):
+        for row in load_snapshot(machine, num_ranks, layers=layers).rows:
+            if row.candidate.variant != "library" and row.problem.op in ops():
+                key = row.problem.op, row.problem.dtype, num_ranks
+                shapes.setdefault(key, set()).add(row.problem.shape)
+    backend = "host" if machine.is_host else "cuda"
+    whole = {
+        op
+        for (op, dtype, _), found in shapes.items()
+        if found.issuperset(get_op(op).default_shapes(backend, ITEMSIZE[dtype]))
+    }
+    return sorted(whole), sorted({op for op, *_ in shapes} - whole)
 
 
 def check_borrowing(names: Sequence[str]) -> Iterator[Line]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunedcomm.cli.options import CallOptions, borrowed, takes
-from tunedcomm.cli.output import emit, emit_json, jsonable, message_of
+from tunedcomm.cli.output import Table, attributes, named_candidate, show
 from tunedcomm.cli.stored import environment_for, read_each, read_layers, stored_environments
 from tunedcomm.errors import ConfigError
-from tunedcomm.metrics import format_us
+from tunedcomm.metrics import format_us, plural
 from tunedcomm.selection.snapshot import gc_paused
 from tunedcomm.spec import ITEMSIZE, Candidate, admits, check_candidate, get_op, variants
 
@@ -31,11 +31,9 @@ def lookup(options: CallOptions) -> None:
 
     Example: tunedcomm lookup --op all_reduce --shape 98304 --world-size 4 --hardware H200
     """
-    choice = choose(options, with_left_out=options.as_json)
-    if options.as_json:
-        emit_json(choice)
-    else:
-        emit(str(choice.decision.candidate))
+    choice = look_up(options, with_left_out=False)
+    value = named_candidate(choice.candidate) | attributes(choice, "source latency_us library_us")
+    show(value, [str(choice.candidate)], as_json=options.as_json)
 
 
 @takes(CallOptions)
@@ -48,47 +46,15 @@ def explain(
 
     Example: tunedcomm explain --op all_reduce --shape 98304 --world-size 4 --hardware H200
     """
-    choice = choose(options)
-    if options.as_json:
-        emit_json(choice)
-        return
-    for line in explanation(choice):
-        emit(line)
-    passed_over = (*choice.decision.passed_over, *choice.left_out)
+    choice = look_up(options)
+    passed_over = (*choice.passed_over, *choice.left_out)
+    rest: str | Table = Table(("candidate", "reason"), [(f"  {c}", why) for c, why in passed_over], has_heading=False)
     if not every:
-        emit(f"{len(passed_over)} candidates were passed over; --all lists them with the reasons")
-    width = max((len(name) for name, _ in passed_over), default=0)
-    for name, reason in passed_over if every else ():
-        emit(f"  {name:<{width}}  {reason}")
+        rest = f"{plural(len(passed_over), 'candidate')} passed over; --all lists them with the reasons"
+    show(choice, [*explanation(choice), rest], as_json=options.as_json)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A problem, the environment it was asked for, and what dispatch answers.
-
-    Attributes:
-        problem, environment: what was asked.
-        decision: what dispatch runs, with the candidates that it looked at.
-        left_out: variants of which it looked at no candidate, each with the reason, but for those that never run here.
-        nearest: where nothing is stored for this hardware, the stored environment that differs least from it.
-    """
-
-    problem: Problem
-    environment: Environment
-    decision: Decision
-    left_out: tuple[tuple[str, str], ...] = ()
-    nearest: Environment | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; the same keys for `lookup --json` and `explain --json`."""
-        nearest, differences = None, self.environment.differences
-        if self.nearest is not None:
-            nearest = jsonable(self.nearest) | {"differences": list(differences(self.nearest).values())}
-        head = {"problem": self.problem, "asked_for": self.environment}
-        return {**head, **self.decision.to_dict(), "left_out": self.left_out, "nearest": nearest}
-
-
-def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
+def look_up(options: CallOptions, *, with_left_out: bool = True) -> Decision:
     """Resolve the problem as dispatch would, without a process group.
 
     To say of the other variants too why they do not run, `with_left_out`, takes a look at all of their trials.
@@ -117,15 +83,16 @@ def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
             problem, snapshot, limits, policy=options.numerics, forced=forced, max_sms=options.max_sms
         )
         decision = dispatcher.note_force_mode(decision, settings.mode())
+        decision = replace(decision, problem=problem, asked_for=environment)
         if not with_left_out:
-            return Choice(problem, environment, decision)
+            return decision
         decision = dispatcher.beside_ordered(decision, problem, snapshot, limits, max_sms=options.max_sms)
         stored = _stored_reasons(problem, environment, layers)
         left_out = _left_out(problem, decision, limits, options.numerics, stored)
         other = None if snapshot.rows else nearest(environment, stored_environments(layers, is_quiet=True))
         if other is not None and other.hard_key == environment.hard_key:
             other = None
-        return Choice(problem, environment, decision, left_out, other)
+        return replace(decision, left_out=left_out, nearest=other)
 
 
 def _stored_dtype(options: CallOptions, environment: Environment, layers: Sequence[Layer]) -> str | None:
@@ -140,7 +107,7 @@ def _stored_dtype(options: CallOptions, environment: Environment, layers: Sequen
 
 
 def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence[Layer]) -> dict[str, str]:
-    """Variant to what its trials of this very problem on this hardware came to; the nearest layer's where several have.
+    """Variant to its trials' outcome at this very problem on this hardware; the nearest layer's where several have.
 
     That is its best time where it ran at all, else how its latest trial ended.
     """
@@ -167,7 +134,9 @@ def _left_out(
     """The variants of which no candidate was looked at, each with the reason; none that never runs here."""
     looked_at = {name.partition("(")[0] for name, _ in decision.passed_over} | {decision.candidate.variant}
     others = [variant for variant in variants(problem.op).values() if variant.name not in looked_at]
-    is_host = limits.backend == "host" and any(v.untuned(problem, limits) for v in variants(problem.op).values())
+    is_host = limits.backend == "host" and any(
+        v.default_beats_library(problem, limits) for v in variants(problem.op).values()
+    )
     shapes = get_op(problem.op).default_shapes(limits.backend, ITEMSIZE[problem.dtype])
     found = []
     for variant in others:
@@ -193,20 +162,7 @@ def _why_not(variant: Variant, problem: Problem, limits: Limits) -> str | None:
     return check_candidate(problem, candidate, limits, by_name=False)
 
 
-def explanation(choice: Choice) -> list[str]:
-    """The decision in three lines; below it the cost of the same bits, and what is unusual about the evidence."""
-    problem, environment, decision = choice.problem, choice.environment, choice.decision
-    why = decision.why.replace(str(decision.candidate), "it")
-    entries = [("runs", str(decision.candidate)), (decision.source, why)]
-    if decision.ordered_us is not None and decision.latency_us is not None:
-        cost = decision.ordered_us / decision.latency_us - 1
-        entries.append(("ordered", f"{decision.ordered}, {format_us(decision.ordered_us)} µs, {cost:+.0%}"))
-    if (measured_in := decision.environment) is not None:
-        if drift := environment.drift(measured_in):
-            entries.append(("measured", f"before this changed: {', '.join(drift)}"))
-        entries += [("not the same", text) for text in environment.differences(measured_in).values()]
-    if choice.nearest is not None:
-        entries.append(("nearest", f"nothing is stored for this hardware; the nearest is {choice.nearest}"))
-        entries += [("", text) for text in environment.mismatches(choice.nearest)]
-    head = f"{problem} ({message_of(problem)}) on {environment}"
-    return [head, *(f"  {name:<12}  {text}" for name, text in entries)]
+def explanation(choice: Decision) -> list[str | Table]:
+    """The decision in three lines or more, for the terminal."""
+    head, entries = choice.explanation()
+    return [head, Table(("", ""), [(f"  {name:<12}", text) for name, text in entries], has_heading=False)]

@@ -6,13 +6,16 @@ Ctrl-C, 141 nobody reads the output any more.
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
 import os
 import sys
+from collections import Counter
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from tunedcomm import errors
@@ -26,9 +29,21 @@ BAD_USAGE = (
     errors.UnknownNameError,
     errors.UnsupportedInputError,
 )
+_UsageError: Any = typer.BadParameter.__mro__[1]  # of click, or of typer's copy of it
 # Verbs that launch nothing and leave nothing open: a person or a script waits for little but their start and end.
 _QUICK = (("lookup",), ("explain",), ("report",), ("db", "list"), ("db", "show"))
 _STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None}
+
+
+class _Verb(TyperCommand):
+    """A verb that refuses an option of one value given twice."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        *_, order = self.make_parser(ctx).parse_args(list(args))
+        for option, count in Counter[Any](order).items():
+            if count > 1 and not getattr(option, "multiple", True) and not getattr(option, "is_flag", True):
+                raise typer.BadParameter(f"it takes one value and is given {count} times", ctx, option)
+        return super().parse_args(ctx, args)
 
 
 class LazyGroup(TyperGroup):
@@ -55,7 +70,7 @@ class LazyGroup(TyperGroup):
             return super().get_command(ctx, cmd_name)
         module = importlib.import_module(f"tunedcomm.cli.{self.verbs[cmd_name]}")
         verb = typer.Typer(**_STYLE)
-        verb.command(cmd_name)(getattr(module, self.prefix + cmd_name))
+        verb.command(cmd_name, cls=_Verb)(getattr(module, self.prefix + cmd_name))
         return get_command(verb)
 
 
@@ -77,7 +92,7 @@ class _DatabaseVerbs(LazyGroup):
 
 
 def _group(verbs: type[LazyGroup], help_text: str, **more: bool) -> typer.Typer:
-    style = {**_STYLE, **more}
+    style = {**_STYLE, **more, "context_settings": {"help_option_names": ["-h", "--help"]}}
     return typer.Typer(cls=verbs, help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, **style)
 
 
@@ -109,32 +124,58 @@ def _options(
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and leave the process with its exit code."""
-    is_quick = arguments is None and any(tuple(sys.argv[1 : 1 + len(verb)]) == verb for verb in _QUICK)
+    is_quick = "_TUNEDCOMM_COMPLETE" in os.environ or any(tuple(sys.argv[1 : 1 + len(verb)]) == verb for verb in _QUICK)
+    is_quick = is_quick and arguments is None
     if is_quick:
         # Kernels are looked at and not run, so that their interpreter need not be imported where there is no GPU.
         os.environ.setdefault("TRITON_INTERPRET", "0")
-    code = code_of(arguments)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 - until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error("tunedcomm", _plain)
+        sys.stdout.reconfigure(errors="tunedcomm")
     try:
+        code = code_of(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the rest goes nowhere, or Python would complain about it at its end
+    except OSError as error:
+        if error.filename is not None:  # of a file, not of the output
+            raise
+        if (code := 141 if isinstance(error, BrokenPipeError) else 1) == 1:
+            note(f"tunedcomm: cannot write the output: {error.strerror or error}")
+        # The rest goes nowhere, or Python would complain about it at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
     if is_quick:
         sys.stderr.flush()
         os._exit(code)  # to take apart what was imported takes a tenth of a second
     sys.exit(code)
 
 
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Replace characters that the output's encoding lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate({ord("µ"): "u", ord("…"): "~", ord("→"): ">"})
+    return text.encode("ascii", "backslashreplace").decode(), error.end
+
+
 def code_of(arguments: list[str] | None) -> int:
     """Run the command line and return its exit code."""
     try:
-        app(args=arguments, prog_name="tunedcomm")
+        return int(app(args=arguments, prog_name="tunedcomm", standalone_mode=False) or 0)
+    except _UsageError as error:
+        said, context = error.format_message(), error.ctx
+        if context is not None and said.startswith(context.get_usage()):  # the help, for no verb was named
+            note(said, is_whole=True)
+            return 2
+        verb = "tunedcomm" if context is None else context.command_path
+        end = "" if said.endswith((".", "?")) else ";"
+        note(f"tunedcomm: UsageError: {said}{end} `{verb} --help` lists what it takes")
+        return 2
     except errors.TunedCommError as error:
         note(f"tunedcomm: {type(error).__name__}: {error}")
         return 2 if isinstance(error, BAD_USAGE) else 1
-    except SystemExit as ended:  # how typer ends
+    except SystemExit as ended:  # how completion ends
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return 0
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 import typer
 
-from tunedcomm import settings
+from tunedcomm import hardware, settings
+from tunedcomm.cli.models import DEFAULT_TOKENS, Model, catalog, find_model, shapes_for
 from tunedcomm.errors import UnknownNameError
-from tunedcomm.hardware import num_gpu_ranks, ranks_share_a_gpu
+from tunedcomm.hardware import ranks_share_a_gpu
 from tunedcomm.spec import (
     DTYPES,
     InputKind,
@@ -29,9 +30,10 @@ from tunedcomm.spec import (
     did_you_mean,
     get_op,
     get_variant,
+    ops,
     parse_shape,
+    variants,
 )
-from tunedcomm.tuner.models import DEFAULT_TOKENS, Model, find_model, shapes_for
 
 if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
@@ -41,14 +43,43 @@ SweptMode: TypeAlias = Literal["graph", "eager", "both"]
 SweptKind: TypeAlias = Literal["plain", "symmetric", "both"]
 SweptPlace: TypeAlias = Literal["no", "yes", "both"]
 
-OpOption: TypeAlias = Annotated[str, typer.Option("--op", help="Op, e.g. all_reduce.")]
-OnlyOpOption: TypeAlias = Annotated[str | None, typer.Option("--op", help="Only this op.")]
+
+def _continuations(incomplete: str, names: Iterable[str]) -> list[str]:
+    """The names that begin so; of a list with commas, its last name counts."""
+    head, comma, begun = incomplete.rpartition(",")
+    return [f"{head}{comma}{name}" for name in names if name.startswith(begun)]
+
+
+def complete_op(incomplete: str) -> list[str]:
+    """Shell completion of ops."""
+    from tunedcomm import kernels
+
+    kernels.discover()
+    return _continuations(incomplete, ops())
+
+
+def complete_variant(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Shell completion of the variants of the op that is named, else of all ops."""
+    named = ctx.params.get("op")
+    known = complete_op("")
+    found = [variants(op) for op in known if op == named] or [variants(op) for op in known]
+    return _continuations(incomplete, dict.fromkeys(name for one in found for name in one))
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Shell completion of models."""
+    return _continuations(incomplete, catalog())
+
+
+OpOption: TypeAlias = Annotated[str, typer.Option("--op", help="Op, e.g. all_reduce.", autocompletion=complete_op)]
+OnlyOpOption: TypeAlias = Annotated[str | None, typer.Option("--op", help="Only this op.", autocompletion=complete_op)]
 LayoutOption: TypeAlias = Annotated[str | None, typer.Option(help="Layout; by default the op's first (docs/ops.md).")]
 ScalingOption: TypeAlias = Annotated[str | None, typer.Option(help="Of fp8; by default rowwise (docs/ops.md).")]
 HardwareOption: TypeAlias = Annotated[
     str | None,
     typer.Option(help="Stored hardware to answer for: part of its name, or first digits of its digest."),
 ]
+EverywhereOption: TypeAlias = Annotated[bool, typer.Option("--all", help="Not only this machine's rows.")]
 BorrowOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(help="Hardware whose rows may stand in: part of its name, a pattern or digest."),
@@ -129,9 +160,11 @@ class CallOptions(ProblemOptions):
 class SweepOptions:
     """The options that name the problems of a sweep, as typed: of `tune` and of `bench`."""
 
-    op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce.")] = None
+    op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce.", autocompletion=complete_op)] = None
     shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default 1 KiB to 256 MiB.")] = None
-    model: Annotated[list[str] | None, typer.Option(help="Models whose shapes to take.")] = None
+    model: Annotated[
+        list[str] | None, typer.Option(help="Models whose shapes to take.", autocompletion=complete_model)
+    ] = None
     tp: Annotated[int | None, typer.Option(min=2, help="Tensor parallelism of --model.")] = None
     tokens: Annotated[
         list[str] | None,
@@ -177,7 +210,7 @@ class SweepOptions:
             if not text.isdecimal() or int(text) < 1:
                 raise bad_usage("--tokens", f"{text!r} is not a number of tokens, 1 or more")
         if models := self.models():
-            return shapes_for(models, world_size, tuple(map(int, tokens)) or DEFAULT_TOKENS, spec.name)
+            return shapes_for(models, world_size, tuple(map(int, tokens)) or DEFAULT_TOKENS, spec)
         return tuple(check_shape(text, spec) for text in split(self.shape))
 
     def scalings(self, spec: OpSpec) -> tuple[str, ...]:
@@ -230,7 +263,7 @@ def known_variant(op: str, name: str) -> str:
         return get_variant(op, name).name
     except UnknownNameError as error:
         raise UnknownNameError(
-            f"{error} If a package should bring it, `tunedcomm doctor` says what it brings."
+            f"{error} If a package should bring it, `tunedcomm doctor` lists the ops of packages."
         ) from None
 
 
@@ -280,12 +313,12 @@ def check_dtype(dtype: str) -> str:
     return dtype
 
 
-def changed_options(here: Problem, there: Problem) -> list[str]:
+def changed_options(problem: Problem, other: Problem) -> list[str]:
     """The options to add to a command that names one problem so that it names another of its op and shape."""
     names = ("dtype", "world_size", "mode", "reduction", "input_kind", "layout", "scaling")
-    changed = [name for name in names if getattr(here, name) != getattr(there, name)]
-    words = [word for name in changed for word in (f"--{name.replace('_', '-')}", str(getattr(there, name) or "none"))]
-    return words + (["--in-place"] if there.in_place and not here.in_place else [])
+    changed = [name for name in names if getattr(problem, name) != getattr(other, name)]
+    words = [word for name in changed for word in (f"--{name.replace('_', '-')}", str(getattr(other, name) or "none"))]
+    return words + (["--in-place"] if other.in_place and not problem.in_place else [])
 
 
 _OTHER_SEPARATOR = re.compile(r"\d+(?:\s*[*×/;:]\s*\d+)+")
@@ -359,14 +392,14 @@ def parse_share(text: str) -> float:
 
 def backend_or_default(backend: Backend | None = None) -> Backend:
     """The backend that was asked for, else `cuda` where there are two GPUs or more, else `host`."""
-    return backend or ("cuda" if num_gpu_ranks() >= 2 else "host")
+    return backend or ("cuda" if hardware.num_gpu_ranks() >= 2 else "host")
 
 
 def local_ranks(world_size: int | None, backend: Backend | None = None) -> int:
-    """Ranks to start: those asked for, else one a GPU, else 2 on the host backend or on one GPU that they share."""
+    """Ranks to start: `world_size`, else one a GPU, else 2 on the host backend or on one GPU that they share."""
     from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
-    available = 0 if backend == "host" else num_gpu_ranks()
+    available = 0 if backend == "host" else hardware.num_gpu_ranks()
     if backend == "cuda" and available < 2:
         raise bad_usage(
             "--backend",

@@ -1,14 +1,19 @@
-"""Output of the command line: results on stdout, progress and messages on stderr, and how values are written."""
+"""Output of the command line: one printer of results as text or JSON, messages on stderr, and how values are written.
+
+On a terminal no line is wider than the terminal and no number is broken. A table that is too wide moves columns of one
+value to its title, shortens candidates, and at last becomes a block of names and values for each row.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
 from tunedcomm.errors import UnknownNameError, printable
 from tunedcomm.metrics import format_bytes
@@ -18,17 +23,178 @@ if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
 
 _NUMBER = re.compile(r"-$|-?\d")
+# Columns of candidates, which alone are shortened, but never to less than this.
+_SHORTENED = frozenset(("candidate", "winner", "pinned", "contender", "what runs", "A", "B"))
+_MIN_CANDIDATE, _MIN_TEXT = 20, 24
+_COLOURS = {"ok": 32, "warn": 33, "fail": 31}
 T = TypeVar("T")
 
 
-def emit(text: str) -> None:
-    """Print one result line on stdout."""
-    sys.stdout.write(printable(text) + "\n")
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells to print.
+
+    Attributes:
+        columns: their names.
+        rows: a cell for each column.
+        title: printed above the names.
+        has_heading: False to print no title and no names; the last column is text then, which may be wrapped.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    title: str = ""
+    has_heading: bool = True
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Callable[[T], object]], records: Iterable[T], title: str = "") -> Table:
+        """A table of records; each column has a function that makes its cell of a record."""
+        return cls(list(columns), [[cell(record) for cell in columns.values()] for record in records], title)
 
 
-def emit_json(value: Any) -> None:
-    """Print the result as JSON on stdout."""
-    emit(json.dumps(value, indent=2, default=jsonable))
+def show(value: Any, text: Iterable[str | Table], *, as_json: bool) -> None:
+    """Print a result on stdout: `value` as JSON, or else the lines and tables of `text`."""
+    if as_json:
+        encoding = (sys.stdout.encoding or "utf-8").lower().replace("-", "")
+        dumped = json.dumps(value, indent=2, default=jsonable, ensure_ascii=encoding != "utf8")
+        sys.stdout.write(re.sub(r"[^ -~\n]", _escaped, dumped) + "\n")
+        return
+    for part in text:
+        emit(part)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """The character, as JSON escapes it where a terminal would obey it."""
+    if match[0].isprintable():
+        return match[0]
+    units = match[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
+
+
+def emit(part: str | Table) -> None:
+    """Print a line or a table of the result on stdout."""
+    width = _width(sys.stdout)
+    lines = [filled(printable(part), width, 2)] if isinstance(part, str) else _table_lines(part, width)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def note(text: str, *, is_whole: bool = False) -> None:
+    """Print a message on stderr, in one line if it `is_whole`."""
+    sys.stderr.write(filled(printable(text), None if is_whole else _width(sys.stderr), 2) + "\n")
+    sys.stderr.flush()
+
+
+def _width(stream: TextIO) -> int | None:
+    """Columns of the terminal, or None where there is no terminal."""
+    if not stream.isatty():
+        return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
+def filled(text: str, width: int | None, indent: int = 0) -> str:
+    """The text in lines of at most `width`, all but the first indented; of words only longer ones break, behind a `/`.
+
+    A width of None is unlimited.
+    """
+    if width is None or len(text) <= width:
+        return text
+    lines = [""]
+    for word in re.findall(r"\s*\S+", text):
+        for piece in re.findall(r"[^/]*/|[^/]+", word) if len(word) > width - indent else [word]:
+            if len(lines[-1] + piece) > width and lines[-1].strip():
+                lines.append(" " * indent + piece.lstrip())
+            else:
+                lines[-1] += piece
+    return "\n".join(lines)
+
+
+def _table_lines(table: Table, width: int | None) -> Iterator[str]:
+    """The table, aligned: columns whose cells all look like numbers to the right, the others to the left."""
+    names, title = list(table.columns), printable(table.title)
+    rows = [[printable(str(cell)) for cell in row] for row in table.rows]
+    if width is not None and _total(names, rows, table.has_heading) > width:
+        if len(rows) > 1 and table.has_heading:
+            columns = list(zip(*rows, strict=True))
+            facts = [
+                f"{name} {cells[0]}"
+                for name, cells in zip(names, columns, strict=True)
+                if len(set(cells)) == 1 and cells[0] not in ("", "-")
+            ]
+            title = "; ".join(filter(None, (title, ", ".join(facts))))
+            kept = [index for index, cells in enumerate(columns) if len(set(cells)) > 1]
+            names, rows = [names[index] for index in kept], [[row[index] for index in kept] for row in rows]
+        if names and not _fit(names, rows, width, table.has_heading):
+            yield from _blocks(names, rows, title, width)
+            return
+    if title:
+        yield filled(title, width, 2)
+    right = [bool(rows) and table.has_heading and all(_NUMBER.match(row[i]) for row in rows) for i in range(len(names))]
+    lines = [names, *rows] if table.has_heading else rows
+    widths = [max((len(part) for row in lines for part in row[i].split("\n")), default=0) for i in range(len(names))]
+    is_checkup = names[:1] == ["level"] and width is not None and _has_colour()
+    for row in lines:
+        parts = [cell.split("\n") for cell in row]
+        for index in range(max(map(len, parts), default=0)):
+            cells = [part[index] if index < len(part) else "" for part in parts]
+            aligned = [
+                cell.rjust(size) if to_right else cell.ljust(size)
+                for cell, size, to_right in zip(cells, widths, right, strict=True)
+            ]
+            line = "  ".join(aligned).rstrip()
+            colour = _COLOURS.get(cells[0].strip()) if is_checkup else None
+            yield line if colour is None else re.sub(r"^\w+", rf"\033[{colour}m\g<0>\033[0m", line)
+
+
+def _total(names: Sequence[str], rows: Sequence[Sequence[str]], has_heading: bool) -> int:
+    """Columns of the terminal that a table takes."""
+    lines = [names, *rows] if has_heading else rows
+    return sum(max(map(len, cells)) + 2 for cells in zip(*lines, strict=True)) - 2
+
+
+def _fit(names: Sequence[str], rows: list[list[str]], width: int, has_heading: bool) -> bool:
+    """Shorten candidates, and wrap the last column if it is text, until the table fits; False if it does not."""
+    over = _total(names, rows, has_heading) - width
+    widths = [max(len(name) * has_heading, *map(len, cells)) for name, *cells in zip(names, *rows, strict=True)]
+    last = len(names) - 1
+    spare = {index: max(0, widths[index] - _MIN_CANDIDATE) for index, name in enumerate(names) if name in _SHORTENED}
+    if last not in spare and any(" " in row[last] for row in rows):
+        spare[last] = max(0, widths[last] - max(_MIN_TEXT, len(names[last]) * has_heading))
+    if over > sum(spare.values()):
+        return False
+    for count, index in enumerate(sorted(spare, key=lambda index: spare[index])):  # each an equal part, if it has that
+        taken = min(spare[index], -(-over // (len(spare) - count)))
+        over -= taken
+        for row in rows:
+            cell, room = row[index], widths[index] - taken
+            row[index] = shortened(cell, room) if names[index] in _SHORTENED else filled(cell, room)
+    return True
+
+
+def shortened(text: str, width: int) -> str:
+    """`lamport(num_blocks=…` for a longer candidate: a number is left out whole."""
+    if len(text) <= width:
+        return text
+    head, rest = text[: width - 1], text[width - 1 :]
+    return (head.rstrip("0123456789") if rest[0].isdigit() else head) + "…"
+
+
+def _blocks(names: Sequence[str], rows: Iterable[Sequence[str]], title: str, width: int) -> Iterator[str]:
+    """A line of name and value for each cell, and an empty line between rows."""
+    if title:
+        yield filled(title, width, 2)
+    indent = max(map(len, names)) + 4
+    for number, row in enumerate(rows):
+        if number:
+            yield ""
+        for name, cell in zip(names, row, strict=True):
+            yield filled(f"  {name:<{indent - 2}}{cell}".rstrip(), width, indent)
+
+
+def _has_colour() -> bool:
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def jsonable(value: Any) -> Any:
@@ -45,12 +211,6 @@ def attributes(value: object, names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names.split()}
 
 
-def note(text: str) -> None:
-    """Print one line about the progress on stderr."""
-    sys.stderr.write(printable(text) + "\n")
-    sys.stderr.flush()
-
-
 def format_ratio(baseline_us: float | None, latency_us: float | None) -> str:
     """Speed-up over the baseline, as `2.10x`; `-` where either is missing."""
     if not baseline_us or not latency_us:
@@ -60,41 +220,7 @@ def format_ratio(baseline_us: float | None, latency_us: float | None) -> str:
 
 def counted(numbers: Mapping[str, int]) -> str:
     """`3 hung, 1 crashed`."""
-    return ", ".join(f"{number} {name}" for name, number in numbers.items())
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "") -> None:
-    """Print a table on stdout: boxed on a terminal, aligned columns of plain text otherwise.
-
-    Columns whose cells all look like numbers are aligned to the right.
-    """
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
-    right = [bool(cells) and all(_NUMBER.match(row[i]) for row in cells) for i in range(len(columns))]
-    if not sys.stdout.isatty():
-        if title:
-            emit(title)
-        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-        form = "  ".join(
-            f"{{:{'>' if to_right else '<'}{width}}}" for width, to_right in zip(widths, right, strict=True)
-        )
-        for row in (columns, *cells):
-            emit(form.format(*row).rstrip())
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text  # brackets in a cell are no markup
-
-    view = Table(title=Text(printable(title)) if title else None, title_justify="left")
-    for name, to_right in zip(columns, right, strict=True):
-        view.add_column(name, justify="right" if to_right else "left", overflow="fold")
-    for row in cells:
-        view.add_row(*map(Text, row))
-    Console().print(view)
-
-
-def table_of(columns: Mapping[str, Callable[[T], object]], rows: Iterable[T], *, title: str = "") -> None:
-    """Print a table of records on stdout; each column has a function that makes its cell of a record."""
-    table(list(columns), [[cell(row) for cell in columns.values()] for row in rows], title=title)
+    return ", ".join(f"{count} {name}" for name, count in numbers.items())
 
 
 def _spec(problem: Problem) -> OpSpec | None:
@@ -118,8 +244,8 @@ def kind_of(problem: Problem) -> str:
     spec, usual = _spec(problem), ("", "", "")
     if spec is not None:
         usual = next(iter(spec.reductions), ""), spec.layouts[0], spec.scalings_of(problem.dtype)[0]
-    asked = problem.reduction, problem.layout, problem.scaling
-    words = [problem.input_kind, *(text for text, norm in zip(asked, usual, strict=True) if text != norm)]
+    options = problem.reduction, problem.layout, problem.scaling
+    words = [problem.input_kind, *(text for text, norm in zip(options, usual, strict=True) if text != norm)]
     return ", ".join([*filter(None, words), *(["in place"] if problem.in_place else [])])
 
 
@@ -142,10 +268,11 @@ class Line(NamedTuple):
     fix: str = ""
 
 
-def print_lines(lines: Sequence[Line]) -> None:
-    """Print a check-up on stdout, aligned."""
-    width = max(len(line.name) for line in lines)
-    for line in lines:
-        emit(f"{line.level:<4}  {line.name:<{width}}  {line.detail}")
-        if line.fix:
-            emit(f"{'':4}  {'':{width}}  -> {line.fix}")
+def checkup(lines: Iterable[Line]) -> Table:
+    """A check-up: a row for each line, and below it the fix."""
+    rows = [
+        row
+        for line in lines
+        for row in [(f"{line.level:<4}", line.name, line.detail), *([("", "", f"-> {line.fix}")] if line.fix else [])]
+    ]
+    return Table(("level", "name", "detail"), rows, has_heading=False)

@@ -7,17 +7,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tunedcomm.cli.output import attributes, counted, format_ratio, jsonable, note
 from tunedcomm.errors import printable
-from tunedcomm.metrics import format_us
+from tunedcomm.metrics import format_us, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tunedcomm.tuner.gang.supervisor import GangProgress
-    from tunedcomm.tuner.search.sweep import Progress
+    from tunedcomm.tuner.search.progress import Progress
 
 # Between problems a long search still says now and then that it is alive.
 QUIET_S = 30.0
@@ -29,16 +30,19 @@ WAIT_S = 5.0
 _VERBS = {"binding": "bind", "running": "run"}
 
 
+_event = partial(note, is_whole=True)
+
+
 def say(text: str, *, as_json: bool) -> None:
     """Write a line on stderr; with --json, an event."""
-    note(json.dumps({"event": "note", "text": text}) if as_json else text)
+    note(json.dumps({"event": "note", "text": text}) if as_json else text, is_whole=as_json)
 
 
 def _failures(failures: Mapping[str, int]) -> str:
     return counted(dict(sorted(failures.items())))
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """`1:00` or `1:01:40`."""
     text = str(timedelta(seconds=round(seconds)))
     return text.removeprefix("0:").removeprefix("0")
@@ -48,7 +52,7 @@ def _waiting(gang: GangProgress) -> str:
     """`waiting for bind of lamport(num_blocks=8), 60 of 120 s`; "" if the gang was heard of a moment ago."""
     if gang.patience_s is None or gang.silent_s < WAIT_S:
         return ""
-    what = "a gang to start" if gang.candidate is None else f"{_VERBS.get(gang.step, gang.step)} of {gang.candidate}"
+    what = "a gang to start" if gang.candidate is None else f"{_VERBS.get(gang.phase, gang.phase)} of {gang.candidate}"
     return f"waiting for {what}, {gang.silent_s:.0f} of {gang.patience_s:.0f} s"
 
 
@@ -66,7 +70,7 @@ def describe(progress: Progress, gang: GangProgress | None) -> str:
     what = "waiting," if progress.problems_done else "starting"
     if gang is not None and gang.problem is not None:
         what = f"{_standing(gang)},"
-    trials = f" {progress.trials} trials" if progress.trials or what.endswith(",") else ""
+    trials = f" {plural(progress.trials, 'trial')}" if progress.trials or what.endswith(",") else ""
     failed = f" ({_failures(progress.failures)})" if progress.failures else ""
     waiting = _waiting(gang) if gang is not None else ""
     return f"[{progress.problems_done}/{progress.problems}] {what}{trials}{failed}{waiting and '; '}{waiting}"
@@ -107,7 +111,7 @@ class PlainLines:
 class JsonLines:
     """One JSON object a line: `progress` once a second, and `end` at the end."""
 
-    def __init__(self, write: Callable[[str], None] = note) -> None:
+    def __init__(self, write: Callable[[str], None] = _event) -> None:
         self._write = write
         self._last: Progress | None = None
         self._written_s = -EVENT_S
@@ -128,7 +132,9 @@ class JsonLines:
         left, share = progress.seconds_left, progress.bind_share
         gangs = [
             {
-                **attributes(gang, "slot step final best_us library_us problem"),
+                "slot": gang.slot,
+                "step": gang.phase,
+                **attributes(gang, "final best_us library_us problem"),
                 "candidate": None if gang.candidate is None else str(gang.candidate),
             }
             for gang in progress.gangs
@@ -154,17 +160,17 @@ def live_view(progress: Progress) -> RenderableType:
     from rich.text import Text
 
     head = Table.grid(padding=(0, 1))
-    left = "" if progress.seconds_left is None else f", about {_duration(progress.seconds_left)} left"
+    left = "" if progress.seconds_left is None else f", about {duration(progress.seconds_left)} left"
     head.add_row(
         ProgressBar(total=max(progress.problems, 1), completed=progress.problems_done, width=_BAR_WIDTH),
-        f"{progress.problems_done}/{progress.problems} problems",
-        f"{progress.trials} trials, {progress.trials_per_minute:.0f}/min",
-        f"{_duration(progress.elapsed_s)}{left}",
+        f"{progress.problems_done}/{plural(progress.problems, 'problem')}",
+        f"{plural(progress.trials, 'trial')}, {progress.trials_per_minute:.0f}/min",
+        f"{duration(progress.elapsed_s)}{left}",
     )
     lines = []
     for gang in progress.gangs:
-        step = _waiting(gang) or f"{gang.step} {gang.candidate or ''}".rstrip()
-        doing = step if gang.problem is None else f"{_standing(gang)}; {step}"
+        phase = _waiting(gang) or f"{gang.phase} {gang.candidate or ''}".rstrip()
+        doing = phase if gang.problem is None else f"{_standing(gang)}; {phase}"
         lines.append(Text(printable(f"gang {gang.slot}: {doing}"), no_wrap=True, overflow="ellipsis"))
     if progress.failures:
         lines.append(Text(f"failed: {_failures(progress.failures)}", style="yellow"))

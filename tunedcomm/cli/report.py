@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunedcomm.cli.options import JsonOption, LinkOption, bad_usage
-from tunedcomm.cli.output import emit, emit_json, note
-from tunedcomm.cli.stored import read_layers
-from tunedcomm.metrics import format_bytes
+from tunedcomm.cli.options import EverywhereOption, JsonOption, LinkOption, OnlyOpOption, bad_usage
+from tunedcomm.cli.output import note, show
+from tunedcomm.cli.stored import read_layers, wanted_hardware
+from tunedcomm.metrics import format_bytes, plural
+
+if TYPE_CHECKING:
+    from tunedcomm.report.data import Material
 
 
 def report(
     *,
     more: Annotated[list[Path] | None, typer.Argument(metavar="[CSV]...", help="More CSV files.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
-    db: Annotated[list[str] | None, typer.Option(help="Databases to show; by default every layer.")] = None,
+    db: Annotated[list[str] | None, typer.Option(help="Databases to show; by default this machine's rows.")] = None,
+    everything: EverywhereOption = False,
     no_db: Annotated[bool, typer.Option("--no-db", help="Show no database, only CSV files.")] = False,
     csv: Annotated[list[Path] | None, typer.Option(help="CSV file of `tunedcomm bench`; may be repeated.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write every figure as an image into this directory, too.")] = None,
-    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    op: OnlyOpOption = None,
     link_gb_s: LinkOption = None,
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "tunedcomm report",
     as_json: JsonOption = False,
@@ -44,14 +48,11 @@ def report(
         raise bad_usage("--no-db", "a page needs a database or CSV files; name some")
     layers = [] if no_db else [layer for target in db or (None,) for layer in read_layers(target)]
     try:
-        material = gather(layers, files, op=op, link_gb_s=link_gb_s)
+        is_wanted = wanted_hardware(None, everything=everything or bool(db) or no_db)
+        material = gather(layers, files, op=op, is_wanted=is_wanted, link_gb_s=link_gb_s)
     except ValueError as error:
         raise bad_usage("--csv", str(error)) from error
-    for file in material.files:
-        if not (file.rows or file.rules or file.skipped):
-            note(f"{file.name}: has no rows")
-        if file.skipped:
-            note(f"{file.name}: left out {len(file.skipped)} lines that make no sense; the page lists them")
+    _note_gaps(material)
     if op is not None and not (material.bench or material.stored):
         raise bad_usage("--op", f"nothing of {op!r} is in the databases and files given")
     try:
@@ -63,9 +64,15 @@ def report(
     except OSError as error:
         raise bad_usage("--png", f"{png} cannot take images: {error.strerror}") from error
     size, num_groups = output.stat().st_size, len(material.bench) + len(material.stored)
-    if as_json:
-        emit_json({"output": output, "num_bytes": size, "num_groups": num_groups, "images": images})
-        return
-    emit(f"{output}: {num_groups} groups of problems, {format_bytes(size)}")
-    for image in images:
-        emit(str(image))
+    value = {"output": output, "num_bytes": size, "num_groups": num_groups, "images": images}
+    text = [f"{output}: {plural(num_groups, 'group')} of problems, {format_bytes(size)}", *map(str, images)]
+    show(value, text, as_json=as_json)
+
+
+def _note_gaps(material: Material) -> None:
+    """Note CSV files without rows and invalid lines."""
+    for file in material.files:
+        if not (file.rows or file.rules or file.skipped):
+            note(f"{file.name}: has no rows")
+        if file.skipped:
+            note(f"{file.name}: left out {plural(len(file.skipped), 'invalid line')}; the page lists them")

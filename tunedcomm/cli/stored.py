@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunedcomm.cli.output import attributes, kind_of, named_candidate, note, table_of
+from tunedcomm.cli.output import Table, attributes, kind_of, named_candidate, note
 from tunedcomm.errors import DatabaseError, UnknownNameError
 from tunedcomm.selection.snapshot import matches
 from tunedcomm.spec import Problem, format_shape
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tunedcomm.db.records import Pin, Trial
     from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
+    from tunedcomm.selection.select import Decision
 
 T = TypeVar("T")
 R = TypeVar("R", "Trial", "Pin", "GroupStats")
@@ -112,10 +114,10 @@ def environment_for(hardware: str | None, layers: Sequence[Layer], serving: Prob
     Preferred are environments in which something has run that serves the problem `serving`.
     """
     if hardware is None:
-        here = environment_here()
-        if here.is_host:
+        machine = environment_here()
+        if machine.is_host:
             note("no GPU here: answering for the host backend; use --hardware for stored GPU environments")
-        return here
+        return machine
     stored = stored_environments(layers, serving)
     matching = [there for there in stored if matches(hardware, there)]
     if not matching:
@@ -132,73 +134,99 @@ class Contest:
     """All trials of one problem in one environment in one layer.
 
     Attributes:
-        layer: name of the layer that holds them.
         environment, problem: what they were measured in and for.
         trials: at least one, but for a problem that is pinned only.
-        best: the winner among them; None if none is ok.
+        winner: dispatch's answer by this layer alone if nothing is pinned; None of an unknown op or without trials.
         pin: the layer's pin of the problem on this hardware.
         command: what measured the winner; empty where nobody knows.
+        layer: name of the layer that holds them.
     """
 
-    layer: str
     environment: Environment
     problem: Problem
     trials: tuple[Trial, ...] = ()
-    best: Trial | None = None
+    winner: Decision | None = None
     pin: Pin | None = None
     command: str = ""
-
-    @property
-    def best_us(self) -> float | None:
-        """The winner's median."""
-        return None if self.best is None else self.best.latency_p50_us
-
-    @property
-    def library_us(self) -> float | None:
-        """The library's median in the winner's run."""
-        return None if self.best is None else self.best.library_us
+    layer: str = ""
 
 
 def read_contests(
-    database: str | None, *, op: str | None = None, hardware: str | None = None
+    database: str | None,
+    is_wanted: Callable[[Environment], bool],
+    *,
+    op: str | None = None,
+    with_winners: bool = False,
 ) -> tuple[list[Contest], dict[str, list[Pin]]]:
     """The contests of the named database or of every layer that can be read, and each layer's pins.
 
+    Both of environments that `is_wanted` admits.
+
     A layer's contests are sorted by GPU, world size, op, dtype, mode and size; problems that are only pinned follow.
     """
+
+    def read(opened: Database) -> tuple[list[Contest], list[Pin]]:
+        pins = on_hardware(is_wanted, [pin for pin in opened.pins() if op in (None, pin.problem.op)])
+        by_problem = {(pin.environment.hard_key, pin.problem): pin for pin in pins}
+        groups: dict[tuple[Environment, Problem], list[Trial]] = {}
+        for trial in on_hardware(is_wanted, opened.trials(op=op)):
+            groups.setdefault((trial.environment, trial.problem), []).append(trial)
+        winners = _winners(opened, groups) if with_winners else {}
+        commands: dict[int | None, str] = {run.id: run.command for run in opened.runs()} if with_winners else {}
+        contests = []
+        for (there, problem), trials in groups.items():
+            winner, pin = winners.get((there, problem)), by_problem.get((there.hard_key, problem))
+            decided = (trial.run_id for trial in trials if winner is not None and trial.id == winner.trial_id)
+            command = commands.get(next(decided, None), "")
+            contests.append(Contest(there, problem, tuple(trials), winner, pin, command))
+        tried = {(there.hard_key, problem) for there, problem in groups}
+        alone = [Contest(pin.environment, pin.problem, pin=pin) for key, pin in by_problem.items() if key not in tried]
+        return [*sorted(contests, key=_order), *alone], pins
+
     found: list[Contest] = []
     pinned: dict[str, list[Pin]] = {}
-
-    def read(opened: Database) -> tuple[list[Trial], list[Pin], dict[int | None, str]]:
-        pins = [pin for pin in opened.pins() if op in (None, pin.problem.op)]
-        commands: dict[int | None, str] = {run.id: run.command for run in opened.runs()}
-        return on_hardware(hardware, opened.trials(op=op)), on_hardware(hardware, pins), commands
-
-    for layer, (trials, pins, commands) in read_each(read_layers(database), read, is_strict=database is not None):
-        by_problem = {(pin.environment.hard_key, pin.problem): pin for pin in pins}
-        groups: dict[tuple[str, Problem], list[Trial]] = {}
-        for trial in trials:
-            groups.setdefault((trial.environment.digest, trial.problem), []).append(trial)
-        mine = []
-        for (_, problem), members in groups.items():
-            there = members[0].environment
-            pin, best = by_problem.get((there.hard_key, problem)), winner(members)
-            command = "" if best is None else commands.get(best.run_id, "")
-            mine.append(Contest(layer.name, there, problem, tuple(members), best, pin, command))
-        tried = {(contest.environment.hard_key, contest.problem) for contest in mine}
-        alone = [pin for key, pin in by_problem.items() if key not in tried]
-        found += sorted(mine, key=_order)
-        found += [Contest(layer.name, pin.environment, pin.problem, pin=pin) for pin in alone]
+    for layer, (contests, pins) in read_each(read_layers(database), read, is_strict=database is not None):
+        found += [replace(contest, layer=layer.name) for contest in contests]
         if pins:
             pinned[layer.name] = pins
     return found, pinned
 
 
-def on_hardware(hardware: str | None, records: list[R]) -> list[R]:
-    """The records of hardware that matches."""
-    if hardware is None:
-        return records
-    wanted = {there for there in {record.environment for record in records} if matches(hardware, there)}
+def _winners(
+    database: Database, measured: Iterable[tuple[Environment, Problem]]
+) -> dict[tuple[Environment, Problem], Decision]:
+    """Dispatch's answers where problems were measured, by this database alone, if nothing is pinned."""
+    from tunedcomm import kernels
+    from tunedcomm.db.snapshot import winners_of
+    from tunedcomm.kernels import source_hash_of
+    from tunedcomm.selection.select import Registered
+    from tunedcomm.symm.layout import limits_for
+
+    kernels.discover()
+    by_group: dict[tuple[Environment, int], list[Problem]] = {}
+    for there, problem in measured:
+        by_group.setdefault((there, problem.world_size), []).append(problem)
+    found: dict[tuple[Environment, Problem], Decision] = {}
+    for (there, world_size), problems in by_group.items():
+        catalog = Registered(limits_for(there, world_size), source_hash_of)
+        read = partial(winners_of, environment=there, problems=problems, catalog=catalog)
+        found |= {(there, problem): decision for problem, decision in database.ask(read).items()}
+    return found
+
+
+def wanted_hardware(hardware: str | None, *, everything: bool) -> Callable[[Environment], bool]:
+    """A test of environments: of the hardware that is named, else of this machine's unless `everything` is wanted."""
+    if hardware is not None:
+        return partial(matches, hardware)
+    if everything:
+        return lambda there: True
+    hard_key = environment_here().hard_key
+    return lambda there: there.hard_key == hard_key
+
+
+def on_hardware(is_wanted: Callable[[Environment], bool], records: list[R]) -> list[R]:
+    """The records of environments that are wanted."""
+    wanted = {there for there in {record.environment for record in records} if is_wanted(there)}
     return [record for record in records if record.environment in wanted]
 
 
@@ -207,20 +235,11 @@ def _order(contest: Contest) -> tuple[object, ...]:
     return (environment.gpu, environment.digest, p.op, p.world_size, p.dtype, p.mode, p.family, p.numel)
 
 
-def winner(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest ok trial beside the library, of the finals if they hold a challenger; None if none is ok."""
-    from tunedcomm.db.records import fastest
-
-    ran = [trial for trial in trials if trial.status == "ok"]
-    finals = [trial for trial in ran if trial.final]
-    return fastest(finals if any(trial.variant != "library" for trial in finals) else ran)
-
-
-def print_pins(pins: Mapping[str, Sequence[Pin]]) -> None:
-    """Print a table of the pins of each layer; nothing where there are none."""
-    for layer, members in pins.items():
-        if members:
-            table_of(_PIN_COLUMNS, members, title=f"pins in the {layer} database")
+def pin_tables(pins: Mapping[str, Sequence[Pin]]) -> list[Table]:
+    """A table of each layer's pins, without layers that have none."""
+    return [
+        Table.of(_PIN_COLUMNS, members, f"pins in the {layer} database") for layer, members in pins.items() if members
+    ]
 
 
 def pin_to_dict(pin: Pin) -> dict[str, Any]:

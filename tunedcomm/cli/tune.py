@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunedcomm import settings
+from tunedcomm.cli.models import Model, catalog
 from tunedcomm.cli.options import (
     Backend,
     BackendOption,
@@ -29,6 +33,8 @@ from tunedcomm.cli.options import (
     changed_options,
     check_dtype,
     check_option,
+    complete_op,
+    complete_variant,
     kinds_of,
     known_op,
     known_variant,
@@ -41,28 +47,28 @@ from tunedcomm.cli.options import (
     takes,
 )
 from tunedcomm.cli.output import (
+    Table,
     attributes,
     counted,
-    emit,
-    emit_json,
     format_ratio,
     kind_of,
     message_of,
     named_candidate,
     note,
-    table_of,
+    show,
 )
-from tunedcomm.cli.progress import say, shown
-from tunedcomm.cli.stored import open_to_write, read_layers
+from tunedcomm.cli.progress import duration, say, shown
+from tunedcomm.cli.stored import open_to_write, read_each, read_layers
 from tunedcomm.errors import DatabaseAccessError
-from tunedcomm.metrics import format_us
+from tunedcomm.metrics import format_us, plural
 from tunedcomm.spec import Problem, admits, format_shape, variants
-from tunedcomm.tuner.models import Model, catalog
 
 if TYPE_CHECKING:
+    from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
     from tunedcomm.spec import Limits
-    from tunedcomm.tuner.search.sweep import ProblemResult, SweepOutcome, SweepSpec
+    from tunedcomm.tuner.search.spec import SweepSpec
+    from tunedcomm.tuner.search.summary import ProblemResult, SweepOutcome, VariantSummary
     from tunedcomm.tuner.verify import Verified, VerifyOutcome
 
 _COLUMNS: dict[str, Callable[[ProblemResult], object]] = {
@@ -71,10 +77,12 @@ _COLUMNS: dict[str, Callable[[ProblemResult], object]] = {
     "dtype": lambda result: result.problem.dtype,
     "mode": lambda result: result.problem.mode,
     "input": lambda result: kind_of(result.problem),
-    "winner": lambda result: "(none runs)" if result.best is None else result.best.candidate,
-    "p50 us": lambda result: format_us(_best_us(result)),
-    "library us": lambda result: format_us(result.library_us),
-    "speed-up": lambda result: format_ratio(result.library_us, _best_us(result)),
+    "winner": lambda result: (
+        result.best.candidate if result.best is not None else "(none runs)" if result.reached else "(not reached)"
+    ),
+    "p50 µs": lambda result: format_us(_best_us(result)),
+    "library µs": lambda result: format_us(result.best_library_us) + (" in place" if _is_in_place(result) else ""),
+    "speed-up": lambda result: format_ratio(result.best_library_us, _best_us(result)),
     "trials": lambda result: result.num_trials,
     "failed": lambda result: counted(dict(sorted(result.failures.items()))) or "-",
 }
@@ -103,18 +111,22 @@ def tune(
     layout: Annotated[list[str] | None, typer.Option(help="By default the op's first (docs/ops.md).")] = None,
     scaling: Annotated[list[str] | None, typer.Option(help="Of fp8; by default rowwise (docs/ops.md).")] = None,
     in_place: Annotated[SweptPlace, typer.Option(help="Results overwrite inputs.")] = "no",
-    variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides `library`.")] = None,
+    variants: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these variants, besides `library`.", autocompletion=complete_variant),
+    ] = None,
     budget: Annotated[str | None, typer.Option(help="For the whole sweep, e.g. 90s, 10m, 1h30m.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Most candidates per problem.")] = None,
     gangs: GangsOption = "auto",
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the search and of the inputs.")] = 0,
     db: WrittenOption = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed in an earlier sweep.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be tried, and how long it takes.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find and store the fastest kernel for each problem of a sweep. The same command resumes it.
-
-    Lists are separated by commas, or the option is repeated.
+    """Find and store the fastest kernel of each problem. The same command resumes it. Lists: a,b or repeated options.
 
     Example: tunedcomm tune --op all_reduce --dtype bfloat16,float16
 
@@ -123,10 +135,7 @@ def tune(
     Example: tunedcomm tune --from-misses --budget 30m
     """
     if models:
-        if as_json:
-            emit_json(list(catalog().values()))
-        else:
-            table_of(_MODEL_COLUMNS, catalog().values())
+        show(list(catalog().values()), [Table.of(_MODEL_COLUMNS, catalog().values())], as_json=as_json)
         return
     if is_spare_copy():
         return
@@ -137,139 +146,203 @@ def tune(
         only = None if op is None else known_op(op).name
         missed = _missed_problems(only, world_size=ranks, backend=backend_or_default(backend), database=db)
         if not missed:
-            if as_json:
-                emit_json([])
+            show([], [], as_json=as_json)
             return
         op = next(iter(missed))
     if op is None:
         raise bad_usage("--op", "it is missing; pass e.g. --op all_reduce")
     spec = known_op(op)
-    from tunedcomm.tuner.search.sweep import SweepSpec
+    from tunedcomm.tuner.machine import machine_settings
+    from tunedcomm.tuner.search.spec import SweepSpec
 
+    usual = machine_settings(backend_or_default(backend), ranks, parse_gangs(gangs))
+    if backend is None and usual.backend == "host":
+        say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs", as_json=as_json)
     dtypes = options.dtypes(spec)
     wanted = SweepSpec(
         op=spec.name,
+        settings=replace(
+            usual,
+            trials=usual.trials if trials is None else trials,
+            seed=seed,
+            variants=tuple(known_variant(spec.name, name) for name in split(variants)),
+            retry=retry,
+        ),
         shapes=options.shapes(spec, ranks),
         dtypes=dtypes,
-        modes=() if options.mode is None else modes_of(options.mode),
-        world_size=ranks,
-        backend=backend,
+        modes=() if options.mode is None or usual.backend == "host" else modes_of(options.mode),  # CPU calls are eager
         reductions=tuple(check_option("reduction", name, spec) for name in split(reduction) or (None,)),
         layouts=tuple(check_option("layout", name, spec) for name in split(layout)),
         scalings=tuple(check_option("scaling", name, spec, dtype) for dtype in dtypes for name in split(scaling))
         or options.scalings(spec),
         input_kinds=kinds_of(options.input_kind),
         in_place={"no": (False,), "yes": (True,), "both": (False, True)}[in_place],
-        variants=tuple(known_variant(spec.name, name) for name in split(variants)),
-        trials=trials,
         budget_s=None if budget is None else parse_budget(budget),
-        gangs=parse_gangs(gangs),
-        seed=seed,
-        retry=retry,
         command=shlex.join(["tunedcomm", *sys.argv[1:]]),
     )
-    sweeps = [wanted]
-    if missed:  # one an op; each has an equal share of the budget
-        share_s = None if wanted.budget_s is None else wanted.budget_s / len(missed)
-        sweeps = [replace(wanted, op=op, problems=problems, budget_s=share_s) for op, problems in missed.items()]
-    done = []
-    for sweep in sweeps:
-        done.append(run_sweep(sweep, db, as_json=as_json))
-        if not as_json:
-            report(*done[-1])
-    if as_json:
-        summaries = [_to_dict(*one) for one in done]
-        emit_json(summaries if missed else summaries[0])
-    _report_failures([outcome for outcome, _ in done], wanted.variants, db, as_json=as_json)
+    if missed:
+        wanted = replace(wanted, problems=tuple(itertools.chain.from_iterable(missed.values())))
+    if dry_run:
+        _show_plan(wanted, db, as_json=as_json)
+        return
+    outcome, url = run_sweep(wanted, db, as_json=as_json)
+    summary = _to_dict(outcome, url)
+    show([summary] if missed else summary, report(outcome, url), as_json=as_json)
+    _report_failures(outcome, wanted.settings.variants, db, as_json=as_json)
 
 
-def _report_failures(
-    outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str | None, *, as_json: bool
-) -> None:
-    """Say what failed; exit with code 1 if a problem has no candidate or baseline, or a named variant runs nowhere.
+_PLAN_COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "shape": lambda row: format_shape(row["problem"].shape),
+    "bytes": lambda row: message_of(row["problem"]),
+    "dtype": lambda row: row["problem"].dtype,
+    "mode": lambda row: row["problem"].mode,
+    "input": lambda row: kind_of(row["problem"]),
+    "candidates": lambda row: sum(row["candidates"].values()),
+    "trials": lambda row: row["trials"],
+    "variants": lambda row: ", ".join(row["candidates"]),
+}
 
-    Told are variants that were `named`, and others of which nothing runs.
+
+def _show_plan(spec: SweepSpec, database: str | None, *, as_json: bool) -> None:
+    """Print a sweep's problems, the number of their candidates, and how long earlier sweeps took for as many trials."""
+    from tunedcomm.symm.layout import limits_for
+    from tunedcomm.tuner.machine import environment_of
+    from tunedcomm.tuner.search.spec import problems_of
+    from tunedcomm.tuner.search.study import search_space
+
+    try:
+        problems = problems_of(spec)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    environment = environment_of(spec.settings.backend)
+    limits, rows = limits_for(environment, spec.settings.world_size), list[dict[str, Any]]()
+    for problem in problems:
+        found = Counter(candidate.variant for candidate in search_space(problem, limits, spec.settings))
+        rows.append({"problem": problem, "candidates": found, "trials": min(found.total(), spec.settings.trials)})
+    trials, trial_s = sum(row["trials"] for row in rows), _seconds_a_trial(database)
+    seconds = None if trial_s is None else trials * trial_s
+    if seconds is not None and spec.budget_s is not None:
+        seconds = min(seconds, spec.budget_s)
+    estimate = (
+        "no earlier sweep says how long" if seconds is None else f"{duration(seconds)} at the pace of earlier sweeps"
+    )
+    title = f"{spec.settings.world_size} ranks on {environment}"
+    end = f"at most {plural(trials, 'trial')} and the finals, {estimate}"
+    plan = {"problems": rows, "trials": trials, "seconds": seconds}
+    show(plan, [Table.of(_PLAN_COLUMNS, rows, title), end], as_json=as_json)
+
+
+def _seconds_a_trial(database: str | None) -> float | None:
+    """The seconds that a trial took in the sweeps of the nearest layer that has any; None if none has."""
+
+    def read(opened: Database) -> tuple[float, int]:
+        sweeps = {run.id: run for run in opened.runs() if run.finished_at and run.command.startswith("tunedcomm tune")}
+        counts = Counter(trial.run_id for trial in opened.trials() if trial.run_id in sweeps)
+        ended = [run for run in sweeps.values() if run.finished_at is not None and counts[run.id]]
+        times = [(run.finished_at - run.started_at).total_seconds() for run in ended if run.finished_at is not None]
+        return sum(times), counts.total()
+
+    layers = [*(read_layers(database) if database and Path(database).exists() else []), *read_layers(None)]
+    return next((seconds / count for _, (seconds, count) in read_each(layers, read, is_quiet=True) if count), None)
+
+
+def _report_failures(outcome: SweepOutcome, named: Sequence[str], database: str | None, *, as_json: bool) -> None:
+    """Print what failed; exit with code 1 if a problem has no candidate or baseline, or a named variant runs nowhere.
+
+    Variants are printed that were `named`, and others of which nothing runs.
     """
     lines: list[str] = []
-    for outcome in outcomes:
-        if count := outcome.num_skipped:
-            whose = "1 candidate failed in an earlier sweep and is"
-            whose = whose if count == 1 else f"{count} candidates failed in an earlier sweep and are"
-            lines.append(
-                f"{whose} not tried again: after mending a kernel raise its variant's `version`, or pass --retry"
-            )
-        for summary in outcome.variants:
-            name, is_named = summary.variant, summary.variant in named
-            if is_named and summary.infeasible:
-                lines.append(f"{name} is infeasible for every problem of this sweep: {summary.infeasible}")
-            if summary.is_broken:
-                lines.append(f"{name}: none of {summary.num_failed} that were tried works")
-            if summary.is_broken or (is_named and summary.failures):
-                for first in summary.firsts:
-                    count = summary.failures[first.status]
-                    lines.append(f"{name}: {count} {first.status}, the first {first.candidate}: {first.reason}")
-                lines.append(f"{name}: all trials: {show_command(summary.firsts[0].problem, database)}")
-            variant = variants(outcome.problems[0].problem.op).get(name) if outcome.problems else None
-            if variant is None or not is_named or not summary.num_ran:
-                continue
-            if not variant.bounded:
-                why = "when it is forced: it would wait for a lost peer for ever"
-                lines.append(f"{name} was measured, and runs only {why}")
-            elif not admits("default", variant.numerics):
-                why = f"of ops that take it, or if forced: its class is {variant.numerics}"
-                lines.append(f'{name} was measured, and runs only in calls with numerics="any", {why}')
-    unsolved = [problem for outcome in outcomes for problem in outcome.unsolved]
-    if unsolved:
-        lines.append("no candidate runs: " + "; ".join(map(str, unsolved)))
-    without = [r.library_failure for o in outcomes for r in o.problems if r.library_failure is not None]
-    for trial in without:
-        lines.append(
-            f"no baseline at {trial.problem}: the library {trial.status}: {trial.reason}; run the command again"
-        )
-    for line in lines:
+    if count := outcome.num_skipped:
+        whose = f"{plural(count, 'candidate')} failed in an earlier sweep and {'is' if count == 1 else 'are'}"
+        lines.append(f"{whose} not tried again: after mending a kernel raise its variant's `version`, or pass --retry")
+    for summary in outcome.variants:
+        lines += _failures_of(summary, database, is_named=summary.variant in named)
+        if summary.variant in named and summary.num_ran:
+            lines += [line for op in outcome.ops for line in _limits_of(op, summary.variant)]
+    if outcome.unsolved:
+        lines.append("no candidate runs: " + "; ".join(map(str, outcome.unsolved)))
+    unreached = [result.problem for result in outcome.problems if not result.reached]
+    if unreached:
+        problems = plural(len(unreached), "problem") if len(unreached) > 1 else str(unreached[0])
+        lines.append(f"the budget ended before {problems}: nothing is stored there; the same command goes on")
+    without = [result.library_failure for result in outcome.problems if result.library_failure is not None]
+    lines += [
+        f"no baseline at {trial.problem}: the library {trial.status}: {trial.reason}; run the command again"
+        for trial in without
+    ]
+    for line in dict.fromkeys(lines):
         say(line, as_json=as_json)
-    if (
-        unsolved
-        or without
-        or any(summary.is_broken and summary.variant in named for outcome in outcomes for summary in outcome.variants)
-    ):
+    is_broken = any(summary.is_broken and summary.variant in named for summary in outcome.variants)
+    if outcome.unsolved or without or is_broken:
         raise typer.Exit(1)
+
+
+def _failures_of(summary: VariantSummary, database: str | None, *, is_named: bool) -> list[str]:
+    """Lines about a variant that failed or was infeasible."""
+    name, lines = summary.variant, []
+    if is_named and summary.infeasible:
+        lines.append(f"{name} is infeasible for every problem of this sweep: {summary.infeasible}")
+    if summary.is_broken:
+        lines.append(f"{name}: none of {summary.num_failed} that were tried works")
+    if summary.is_broken or (is_named and summary.failures):
+        for first in summary.firsts:
+            count = summary.failures[first.status]
+            lines.append(f"{name}: {count} {first.status}, the first {first.candidate}: {first.reason}")
+        lines.append(f"{name}: all trials: {show_command(summary.firsts[0].problem, database)}")
+    return lines
+
+
+def _limits_of(op: str, name: str) -> list[str]:
+    """A line about a variant that ran but that calls do not get by default."""
+    variant = variants(op).get(name)
+    if variant is not None and not variant.waits_time_out:
+        return [f"{name} was measured, and runs only when it is forced: it would wait for a lost peer for ever"]
+    if variant is not None and not admits("default", variant.numerics):
+        why = f"of ops that take it, or if forced: its class is {variant.numerics}"
+        return [f'{name} was measured, and runs only in calls with numerics="any", {why}']
+    return []
 
 
 def run_sweep(
     spec: SweepSpec, database: str | None, *, as_json: bool = False, is_quiet: bool = False
 ) -> tuple[SweepOutcome, str]:
     """Run a sweep with its progress on stderr, `is_quiet` only on a terminal; returns its outcome and its database."""
-    from tunedcomm.tuner.search.sweep import resolve, sweep
+    from tunedcomm.tuner.search.spec import problems_of
+    from tunedcomm.tuner.search.sweep import sweep
 
-    if spec.backend is None and backend_or_default() == "host":
-        say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs", as_json=as_json)
-        spec = replace(spec, backend="host")
     try:
-        resolve(spec)  # before a database is made
+        problems_of(spec)  # before a database is made
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with open_to_write(database, create=True, patience_s=settings.db_patience_s()) as (opened, url):
-        say(f"tuning {spec.op}, storing in {url}", as_json=as_json)
+        ops = dict.fromkeys(problem.op for problem in spec.problems) or [spec.op]
+        say(f"tuning {', '.join(ops)}, storing in {url}", as_json=as_json)
         stopped = "; what was measured is stored, and the same command goes on from there"
         with shown(stopped, as_json=as_json, is_quiet=is_quiet) as progress:
             return sweep(spec, opened, progress), url
 
 
-def report(outcome: SweepOutcome, url: str) -> None:
-    """Print the summary on stdout."""
+def report(outcome: SweepOutcome, url: str) -> Iterator[str | Table]:
+    """The summary."""
     where = "" if outcome.environment is None else f" on {outcome.environment}"
-    ranks = outcome.problems[0].problem.world_size if outcome.problems else 0
-    table_of(_COLUMNS, outcome.problems, title=f"{ranks} ranks{where}")
+    for op in outcome.ops:
+        results = [result for result in outcome.problems if result.problem.op == op]
+        what = f"{op}, " if len(outcome.ops) > 1 else ""
+        yield Table.of(_COLUMNS, results, f"{what}{results[0].problem.world_size} ranks{where}")
     done = outcome.progress
     end = "out of time" if outcome.reason == "budget" else "done" if done.trials else "nothing left to measure"
-    emit(f"{end}: {done.trials} trials in {done.elapsed_s:.0f} s, stored in {url} (run {outcome.run_id})")
+    yield f"{end}: {plural(done.trials, 'trial')} in {done.elapsed_s:.0f} s, stored in {url} (run {outcome.run_id})"
     if outcome.compiled_ahead or done.num_compiled:
         waited = "" if outcome.compile_share is None else f", {outcome.compile_share:.1%} of the time"
         share = "" if done.bind_share is None else f"; {done.bind_share:.1%} of it went into binding in all"
-        emit(f"{done.num_compiled} trials had to wait for the compiler{waited}{share}")
+        yield f"{plural(done.num_compiled, 'trial')} had to wait for the compiler{waited}{share}"
     if outcome.dropped:
         note(f"not tried any more, because they cost several gangs: {', '.join(outcome.dropped)}")
+
+
+def _is_in_place(result: ProblemResult) -> bool:
+    """True if the library's best form is in place, which the winner is not."""
+    return result.best_library_us is not None and result.best_library_us != result.library_us
 
 
 def _best_us(result: ProblemResult) -> float | None:
@@ -287,7 +360,9 @@ def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
         best = {"variant": None, "config": None, "latency_p50_us": None}
         if result.best is not None:
             best = attributes(result.best, "variant config latency_p50_us")
-        problems.append({**attributes(result, "problem library_us speedup num_trials failures"), **best})
+        problems.append(
+            {**attributes(result, "problem library_us in_place_us speedup num_trials failures reached"), **best}
+        )
     return {
         "database": url,
         **attributes(outcome, "run_id reason environment dropped num_skipped start_s compile_share"),
@@ -353,7 +428,7 @@ def _missed_problems(
     from tunedcomm import kernels
     from tunedcomm.db import misses as miss_log
     from tunedcomm.symm.layout import limits_for
-    from tunedcomm.tuner.search.sweep import environment_of
+    from tunedcomm.tuner.machine import environment_of
 
     path = miss_log.log_path()
     try:
@@ -364,12 +439,12 @@ def _missed_problems(
             "TUNEDCOMM_MISS_LOG to another file"
         ) from None
     if skipped:
-        note(f"skipped {skipped} lines of {path} that make no sense")
+        note(f"skipped {plural(skipped, 'invalid line')} of {path}")
     kernels.discover()
     environment = environment_of(backend)
     limits = limits_for(environment, world_size)
-    here = [miss for miss in misses if miss.hard_key == environment.hard_key and op in (None, miss.problem.op)]
-    sized = [miss for miss in here if miss.problem.world_size == world_size]
+    local = [miss for miss in misses if miss.hard_key == environment.hard_key and op in (None, miss.problem.op)]
+    sized = [miss for miss in local if miss.problem.world_size == world_size]
     tuned = _tuned({miss.problem for miss in sized}, environment, world_size, database)
     wanted = [miss for miss in sized if miss.problem not in tuned and _can_be_tuned(miss.problem, limits)]
     with contextlib.suppress(OSError):  # the log is as good without this
@@ -377,14 +452,14 @@ def _missed_problems(
             miss_log.compact(path, without={(environment.hard_key, problem) for problem in tuned})
     where = f"for {world_size} ranks on {environment}"
     if wanted:
-        note(f"{len(wanted)} untuned problems {where} in {path}, most called first:")
+        note(f"{plural(len(wanted), 'untuned problem')} {where} in {path}, most called first:")
     else:
         note(f"nothing to do: {path} holds no untuned problem {where}")
     for miss in wanted[:_PRINTED]:
         note(f"  {miss.count:>10} calls  {miss.problem}, served by {miss.source}")
     if len(wanted) > _PRINTED:
         note(f"  and {len(wanted) - _PRINTED} more")
-    if others := sorted({miss.problem.world_size for miss in here} - {world_size}):
+    if others := sorted({miss.problem.world_size for miss in local} - {world_size}):
         note(f"the log also holds problems of world size {', '.join(map(str, others))}: pass --world-size for those")
     found: dict[str, tuple[Problem, ...]] = {}
     for miss in wanted:
@@ -393,9 +468,9 @@ def _missed_problems(
 
 
 def _tuned(problems: set[Problem], environment: Environment, world_size: int, database: str | None) -> set[Problem]:
-    """Those problems that are pinned, or whose sweep came to its end with the kernels as they are now."""
+    """Problems that are pinned, or whose sweep ended with the current kernels."""
     from tunedcomm.db.layers import is_absent, load_snapshot, named_layers
-    from tunedcomm.dispatch.dispatcher import source_hash_of
+    from tunedcomm.kernels import source_hash_of
 
     if not problems:
         return set()
@@ -416,7 +491,7 @@ def _tuned(problems: set[Problem], environment: Environment, world_size: int, da
 def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
     """False for what this version does not know, and for what only the library can run here."""
     from tunedcomm.spec import why_no_kernel
-    from tunedcomm.tuner.search.sweep import check_problem
+    from tunedcomm.tuner.search.spec import check_problem
 
     try:
         check_problem(problem)
@@ -431,10 +506,10 @@ _VERIFIED_COLUMNS: dict[str, Callable[[Verified], object]] = {
     "dtype": lambda result: result.winner.problem.dtype,
     "mode": lambda result: f"{result.winner.problem.mode}, {kind_of(result.winner.problem)}",
     "winner": lambda result: f"{result.winner.candidate}{_if_asked(result.winner.policies)}",
-    "then us": lambda result: format_us(result.winner.row.latency_p50_us),
+    "then µs": lambda result: format_us(result.winner.row.latency_p50_us),
     "speed-up": lambda result: format_ratio(result.winner.library_us, result.winner.latency_us),
-    "now us": lambda result: format_us(result.latency_us),
-    "library us": lambda result: format_us(result.library_us),
+    "now µs": lambda result: format_us(result.latency_us),
+    "library µs": lambda result: format_us(result.library_us),
     "now": lambda result: format_ratio(result.library_us, result.latency_us),
     "verdict": lambda result: result.verdict,
 }
@@ -442,10 +517,10 @@ _VERIFIED_COLUMNS: dict[str, Callable[[Verified], object]] = {
 
 def db_verify(
     *,
-    op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only these ops.", autocompletion=complete_op)] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only these dtypes.")] = None,
     mode: Annotated[SweptMode, typer.Option(help="Inside CUDA graphs, outside, or both.")] = "both",
-    limit: Annotated[int | None, typer.Option(min=1, help="Most problems, those of other software first.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most problems, other software first.")] = None,
     tolerance: Annotated[str, typer.Option(help="How much longer a winner may take, besides the noise.")] = "10%",
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None,
     backend: BackendOption = None,
@@ -456,71 +531,69 @@ def db_verify(
     no_store: Annotated[bool, typer.Option("--no-store", help="Do not store the new timings.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Time this machine's stored winners again beside the library. Names those that do not hold any more.
+    """Time this machine's stored winners again beside the library. Names winners that do not hold any more.
 
     Winners, runners-up and the library are checked as `tunedcomm tune` checks them, then timed as in its finals. The
     new timings are stored and dispatch uses them: after a new driver or a new torch this is all that is needed.
 
     Exit code 1 if a winner fails, cannot be measured, is slower than the library, or became slower by more than
-    --tolerance, both in µs and relative to the library; or if nothing is stored for this machine. Progress on stderr is
-    that of `tunedcomm tune`.
+    --tolerance, both in µs and relative to the library; or if nothing is stored for this machine. Progress goes
+    to stderr, as with `tunedcomm tune`.
 
     Example: tunedcomm db verify --tolerance 5% --no-store
     """
     if is_spare_copy():
         return
     from tunedcomm.db.layers import named_layers
+    from tunedcomm.tuner.machine import machine_settings
     from tunedcomm.tuner.verify import VerifySpec, verify
 
     spec = VerifySpec(
+        settings=machine_settings(backend_or_default(backend), local_ranks(world_size, backend), parse_gangs(gangs)),
         ops=tuple(known_op(name).name for name in split(op)),
         dtypes=tuple(check_dtype(name) for name in split(dtype)),
         modes=modes_of(mode),
         limit=limit,
         tolerance=parse_share(tolerance),
         layers=None if db is None else tuple(named_layers(db)),
-        world_size=local_ranks(world_size, backend),
-        backend=backend_or_default(backend),
-        gangs=parse_gangs(gangs),
         command=shlex.join(["tunedcomm", *sys.argv[1:]]),
     )
     patience_s = settings.db_patience_s()
     target = nullcontext((None, None)) if no_store else open_to_write(db, create=db is None, patience_s=patience_s)
     with target as (opened, url):
-        if spec.backend == "host":
+        if spec.settings.backend == "host":
             say("verifying the host backend, whose timings say nothing about GPUs", as_json=as_json)
         say("timing the stored winners again" + ("" if url is None else f", storing in {url}"), as_json=as_json)
         with shown("" if url is None else "; what was measured is stored", as_json=as_json) as progress:
             outcome = verify(spec, opened, progress)
-    if as_json:
-        emit_json(_verified_to_dict(outcome, url))
-    else:
-        _report_verified(outcome, url)
+    show(_verified_to_dict(outcome, url), _verified_text(outcome, url), as_json=as_json)
     if outcome.wrong or not outcome.results:
         raise typer.Exit(1)
 
 
-def _report_verified(outcome: VerifyOutcome, url: str | None) -> None:
-    here = outcome.environment
-    where = f"{outcome.world_size} ranks" + ("" if here is None else f" on {here}")
+def _verified_text(outcome: VerifyOutcome, url: str | None) -> Iterator[str | Table]:
+    machine = outcome.environment
+    where = f"{outcome.world_size} ranks" + ("" if machine is None else f" on {machine}")
     if not outcome.results:
-        emit(f"no winner is stored for {where}; `tunedcomm tune` finds some, `tunedcomm db list` prints what there is")
+        yield f"no winner is stored for {where}; `tunedcomm tune` finds some, `tunedcomm db list` prints what there is"
         return
-    table_of(_VERIFIED_COLUMNS, outcome.results, title=where)
-    if here is not None:
-        changes = sorted({change for result in outcome.results for change in here.drift(result.winner.row.environment)})
+    yield Table.of(_VERIFIED_COLUMNS, outcome.results, where)
+    if machine is not None:
+        changes = sorted(
+            {change for result in outcome.results for change in machine.drift(result.winner.row.environment)}
+        )
         if changes:
-            emit(f"since they were measured: {', '.join(changes)}")
+            yield f"since they were measured: {', '.join(changes)}"
     for result in outcome.results:
         if result.verdict != "ok":
-            emit(f"{result.verdict}: {result.winner.problem}: {result.winner.candidate}: {result.why}")
+            yield f"{result.verdict}: {result.winner.problem}: {result.winner.candidate}: {result.why}"
         if result.faster is not None:
             now = f"{format_us(result.faster.score)} µs against {format_us(result.latency_us)} µs"
-            emit(f"overtaken: {result.winner.problem}: {result.faster.candidate} is faster now, {now}")
+            yield f"overtaken: {result.winner.problem}: {result.faster.candidate} is faster now, {now}"
     stored = "nothing was stored" if url is None else f"stored in {url} (run {outcome.run_id})"
-    emit(
-        f"{len(outcome.wrong)} of {len(outcome.results)} winners do not hold any more; {outcome.num_trials} trials in "
-        f"{outcome.seconds:.0f} s, {stored}"
+    yield (
+        f"{len(outcome.wrong)} of {plural(len(outcome.results), 'winner')} do not hold any more; "
+        f"{plural(outcome.num_trials, 'trial')} in {outcome.seconds:.0f} s, {stored}"
     )
 
 
@@ -533,7 +606,7 @@ def _verified_to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]
     from tunedcomm.selection.score import noise
     from tunedcomm.tuner.verify import uncertainty
 
-    here = outcome.environment
+    machine = outcome.environment
     winners = []
     for result in outcome.results:
         then = result.winner
@@ -551,7 +624,7 @@ def _verified_to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]
                     "uncertainty": uncertainty(then.row),
                     "created_at": then.row.created_at,
                     "environment": then.row.environment.digest,
-                    "changes": [] if here is None else here.drift(then.row.environment),
+                    "changes": [] if machine is None else machine.drift(then.row.environment),
                 },
                 "measured": attributes(result, "latency_us library_us noise"),
                 "faster": None if result.faster is None else result.faster.candidate,

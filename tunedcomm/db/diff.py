@@ -2,7 +2,7 @@
 
 A database is asked by itself, by selection without the kernels of this tunedcomm: every candidate counts as feasible,
 and of each variant the newest source that the database holds counts as current. So two databases can be compared on any
-machine, and one whose kernels have changed since still says what it said.
+machine, and a database still gives its answers after its kernels have changed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from tunedcomm.db import query
-from tunedcomm.db.copying import absorb, as_database
 from tunedcomm.db.engine import connected, create_file
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Reader, StoredVariant
 from tunedcomm.db.store import Database
+from tunedcomm.db.stream import absorb, as_database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import noise
 from tunedcomm.selection.select import Catalog, choose
@@ -38,8 +38,8 @@ class Answer:
     Attributes:
         candidate: what runs.
         source: the rule that chose it.
-        latency_us: what it is expected to take, None where that is not known.
-        library_us: what the library is expected to take.
+        latency_us: its expected latency, None if unknown.
+        library_us: the library's expected latency.
         noise: relative uncertainty of `latency_us`; 0 where nothing was measured.
     """
 
@@ -60,7 +60,7 @@ class StoredCatalog(Catalog):
 
     Attributes:
         schema: its revision.
-        environments: those with trials, the one measured last first.
+        environments: environments with trials, the one measured last first.
         world_sizes: of its problems.
         variants, sources: the newest source of each op and variant, and its hash.
         finals: number of good finals of each source.
@@ -129,7 +129,7 @@ class StoredCatalog(Catalog):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A problem that is answered otherwise.
+    """A problem with different answers.
 
     Attributes:
         problem: what is asked.
@@ -159,7 +159,7 @@ class Comparison:
         before, after: the environments that were asked for; they differ in software at most.
         world_size: ranks.
         problems: how many problems were asked, of both databases together.
-        changes: those that are answered otherwise.
+        changes: problems with different answers.
     """
 
     before: Environment

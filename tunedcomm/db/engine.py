@@ -1,15 +1,11 @@
 """Engines for SQLite files and database servers, with the guards that untrusted files and many processes need.
 
-A SQLite file may come from elsewhere, be damaged or be made to do harm. So it is opened with `trusted_schema` off, no
-value that is read may be larger than 16 MiB, a read transaction is interrupted once it takes more steps than a sound
-file of its size needs, and only plain tables are written. A driver's exception comes out as a `DatabaseError` with the
-fix.
+A SQLite file may come from elsewhere or be damaged. It is opened with `trusted_schema` off, a query that reads has a
+deadline, and only plain tables are written. A driver's exception becomes a `DatabaseError` that names the fix.
 """
 
 from __future__ import annotations
 
-import glob
-import itertools
 import logging
 import operator
 import os
@@ -30,6 +26,7 @@ import platformdirs
 import sqlalchemy as sa
 from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.util import OrderedSet
 
 from tunedcomm import settings
 from tunedcomm.db.schema import HEAD, READABLE, REVISIONS, VERSION_TABLE, Base, WorkingBase
@@ -45,6 +42,8 @@ from tunedcomm.errors import (
 )
 
 BUSY_TIMEOUT_S = 30.0
+# A query takes a few seconds of a million trials. Of a damaged file, whose pages point at each other, it never ends.
+QUERY_LIMIT_S = 30.0
 # Execution option of connections that will write: SQLite takes its write lock at BEGIN. A transaction that begins by
 # reading and writes later fails at once, whatever the busy timeout, when another writer came between.
 IMMEDIATE = "tunedcomm_immediate"
@@ -66,7 +65,7 @@ def warn_once(message: str, about: str = "") -> None:
 
 
 class Target(NamedTuple):
-    """Where a database is: a SQLAlchemy URL and, for a SQLite file, its path; None for a server."""
+    """The place of a database: a SQLAlchemy URL and, for a SQLite file, its path; None for a server."""
 
     url: URL
     path: Path | None
@@ -93,12 +92,15 @@ def parse_target(target: str | Path) -> Target:
                 f"database path {text!r} begins with a home directory that is not known (HOME is not set, or there is "
                 "no such user); write the path in full"
             ) from None
-        return Target(URL.create("sqlite", database=str(path)), path)
+        return Target(URL.create("sqlite", database=printable(str(path))), path)
     try:
+        text.encode()  # a byte that is not UTF-8 fails here
         url = make_url(text)
-    except ArgumentError as error:  # passwords stay out of messages, so the text itself is never quoted
+    except (ArgumentError, ValueError) as error:  # passwords stay out of messages, so the text itself is never quoted
+        why = error if isinstance(error, ArgumentError) else "the port is not a number, or the text is not UTF-8"
         raise DatabaseAccessError(
-            f"not a database URL: {error}; use a file path or e.g. postgresql+psycopg://user@host/name"
+            f"not a database URL: {why}; use a file path or e.g. postgresql+psycopg://user@host/name, with @ and : of "
+            "a password as %40 and %3A"
         ) from None
     if url.get_backend_name() != "sqlite":
         return Target(url, None)
@@ -236,18 +238,7 @@ def refuse_network(path: Path) -> None:
             f"{path} lies on a network file system ({network}), where SQLite's locks may not hold between hosts. Set "
             "TUNEDCOMM_DB to a file on a local disk, and share what is tuned as a site database (`tunedcomm db "
             "export`, TUNEDCOMM_DB_PATH), or to a PostgreSQL URL; TUNEDCOMM_DB_NETWORK=no trusts the locks"
-            + per_host_hint(path)
         )
-
-
-def per_host_hint(path: Path) -> str:
-    """A remark about the `NAME.HOST.db` files that tunedcomm wrote in place of `path` before 0.2, "" if none exist."""
-    try:
-        files = sorted(path.parent.glob(f"{glob.escape(path.stem)}.*{glob.escape(path.suffix)}"))
-    except OSError:
-        files = []
-    names = " ".join(str(file) for file in files[:3]) + (" …" if len(files) > 3 else "")
-    return f". Earlier versions wrote a file a host there: `tunedcomm db import {names}` takes them in" if files else ""
 
 
 # Engines
@@ -292,12 +283,16 @@ def make_engine(
 
     @event.listens_for(engine, "connect")
     def _on_connect(connection: sqlite3.Connection, _: object) -> None:
-        set_up(connection, target, path, readonly=readonly, busy_timeout_s=busy_timeout_s)
+        set_up(connection, target, readonly=readonly, busy_timeout_s=busy_timeout_s)
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def _on_query(_: Connection, cursor: sqlite3.Cursor, *_query: object) -> None:
+        if readonly:
+            deadline = time.monotonic() + QUERY_LIMIT_S
+            cursor.connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS_A_LOOK)
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
-        if readonly:
-            _limit_steps(connection.connection.driver_connection, path)
         immediate = connection.get_execution_options().get(IMMEDIATE, False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
@@ -323,15 +318,11 @@ def exclusive(connection: Connection) -> None:
 
 def file_uri(path: Path, *, readonly: bool, immutable: bool = False) -> str:
     """SQLite's URI of a file, with which it is opened or attached."""
-    return f"file:{quote(str(path.absolute()))}?mode={'ro' if readonly else 'rwc'}{'&immutable=1' if immutable else ''}"
+    mode = f"mode={'ro' if readonly else 'rwc'}{'&immutable=1' if immutable else ''}"
+    return f"file:{quote(os.fsencode(path.absolute()))}?{mode}"
 
 
-# Steps of SQLite's virtual machine. To read every row of a sound file takes a tenth of a step a byte, to sort and
-# compare them all takes less than one. A few pages that point at each other hold more rows than there are atoms.
-_FREE_STEPS = 1_000_000
-_STEPS_A_BYTE = 5
-_STEPS_A_LOOK = 100_000
-_MAX_VALUE_BYTES = 16 << 20
+_STEPS_A_LOOK = 100_000  # of SQLite's virtual machine between two looks at the clock, about a millisecond
 _NAMES = ", ".join(f"'{name}'" for name in (*Base.metadata.tables, VERSION_TABLE))
 # What runs when rows are written, which nothing bounds.
 _PROGRAMS = f"""
@@ -343,9 +334,7 @@ SELECT type || ' ' || name FROM sqlite_master WHERE lower(tbl_name) IN ({_NAMES}
 _lenient_text = operator.methodcaller("decode", "utf-8", "replace")
 
 
-def set_up(
-    connection: sqlite3.Connection, target: Target, path: Path, *, readonly: bool, busy_timeout_s: float
-) -> None:
+def set_up(connection: sqlite3.Connection, target: Target, *, readonly: bool, busy_timeout_s: float) -> None:
     """Prepare a new connection to a SQLite file, which may come from elsewhere and is not trusted."""
     # Transactions are begun by the engine's "begin" event; the driver's own implicit ones begin too late for DDL.
     connection.isolation_level = None
@@ -354,11 +343,6 @@ def set_up(
     # A file from elsewhere may define functions in views and triggers: they are not to be trusted.
     connection.execute("PRAGMA trusted_schema=OFF")
     if readonly:
-        if hasattr(connection, "setlimit"):  # Python 3.11
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
-        connection.execute("PRAGMA cell_size_check=ON")
-        connection.execute("PRAGMA mmap_size=0")  # what another process cuts off a mapped file ends this one
-        _limit_steps(connection, path)
         return
     connection.execute("PRAGMA synchronous=NORMAL")
     # Switching to WAL ignores the busy timeout when two processes do it at once; the switch itself lasts for ever.
@@ -375,14 +359,8 @@ def set_up(
     if (found := connection.execute(_PROGRAMS).fetchone()) is not None:
         raise DatabaseCorruptError(
             f"{target} holds a {found[0]!s:.80} where tunedcomm has plain tables, and is not written: leave it out, or "
-            "export what it holds to a new file"
+            "export its rows to a new file"
         )
-
-
-def _limit_steps(connection: Any, path: Path) -> None:
-    """Interrupt what takes more steps from here on than a sound file of this size needs."""
-    looks, most = itertools.count(1), (_FREE_STEPS + _STEPS_A_BYTE * num_bytes(path)) // _STEPS_A_LOOK
-    connection.set_progress_handler(lambda: next(looks) > most, _STEPS_A_LOOK)
 
 
 # Schema
@@ -464,6 +442,17 @@ def _known_revision(target: Target, version: str | None) -> str:
     return version
 
 
+def _may_hold_tables(connection: Connection, target: Target) -> bool:
+    """True where a writer may make its tables: a shared server's other tables do not matter, a file's do."""
+    return target.path is None or not sa.inspect(connection).get_table_names()
+
+
+def is_unused(target: Target) -> bool:
+    """True for a database that exists and has no tables of tunedcomm yet, which a writer makes."""
+    with connected(target, readonly=True) as connection:
+        return schema_version(connection) is None and _may_hold_tables(connection, target)
+
+
 def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: bool) -> str:
     """Check the version, create or upgrade the tables where that is allowed, and return the version."""
     with engine.connect() as connection:
@@ -496,8 +485,7 @@ def _migrate(connection: Connection, target: Target, *, create: bool) -> Path | 
         # Looked at again under the lock: another process may have made the tables meanwhile.
         exclusive(connection)
         version = schema_version(connection)
-        # A shared server's other tables are none of our business.
-        if version is None and create and not (target.path is not None and sa.inspect(connection).get_table_names()):
+        if version is None and create and _may_hold_tables(connection, target):
             _create_tables(connection)
             return None
         version = _known_revision(target, version)
@@ -523,16 +511,19 @@ def _migrate(connection: Connection, target: Target, *, create: bool) -> Path | 
 
 def _create_tables(connection: Connection) -> None:
     for metadata in (Base.metadata, WorkingBase.metadata, _VERSIONS.metadata):
+        for table in metadata.tables.values():
+            # SQLAlchemy makes indexes in the order of a set: another one in every process, and exports would differ.
+            table.indexes = OrderedSet(sorted(table.indexes, key=lambda index: (len(index.columns), str(index.name))))
         metadata.create_all(connection, checkfirst=False)
     connection.execute(sa.insert(_VERSIONS).values(version_num=HEAD))
 
 
 def _back_up(path: Path, revision: str) -> Path:
     """Copy a SQLite file with its log to `NAME.bak-<revision>[-2 and so on]`, which appears complete or not at all."""
-    copy, number = path.with_name(f"{path.name}.bak-{revision}"), 1
+    copy, index = path.with_name(f"{path.name}.bak-{revision}"), 1
     while os.path.lexists(copy):  # an earlier copy may hold what a later one does not
-        number += 1
-        copy = path.with_name(f"{path.name}.bak-{revision}-{number}")
+        index += 1
+        copy = path.with_name(f"{path.name}.bak-{revision}-{index}")
     partial = path.with_name(f".{copy.name}.{os.getpid()}")
     try:
         with (
@@ -564,7 +555,7 @@ def translated(target: Target) -> Iterator[None]:
         raise DatabaseError(f"{target} refused a row: {error.orig}; nothing of this call was stored") from error
     except DBAPIError as error:
         raise driver_error(target, error.orig) from error
-    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:  # the last of what SQLite says of names
+    except (sqlite3.Error, OverflowError, UnicodeError) as error:  # the last for names in a file, and of hosts
         raise driver_error(target, error) from error
 
 
@@ -573,7 +564,32 @@ _MAX_TEXT = 500  # what a driver quotes of a damaged file has no end
 # SQLSTATEs of connection exceptions, shutdown, crash, start-up and too many connections.
 _AWAY = ("08", "57P01", "57P02", "57P03", "57P05", "53300")
 # What a server says that refuses a connection for now, where the driver passes no code on.
-_REFUSED_FOR_NOW = ("starting up", "shutting down", "recovery mode", "too many", "connection slots", "terminating")
+_REFUSED_FOR_NOW = (
+    "starting up",
+    "shutting down",
+    "recovery mode",
+    "accepting connections",
+    "too many",
+    "connection slots",
+    "terminating",
+)
+# Error, meaning, words that the driver says, and beginnings of SQLSTATEs; the first that fits counts.
+_MEANINGS: tuple[tuple[type[DatabaseError], str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (DatabaseFullError, "cannot grow, no space is left", ("disk is full",), ("53100",)),
+    (DatabaseBusyError, "is locked by another writer", ("is locked",), ("40001", "40P01", "55P03")),
+    (
+        DatabaseCorruptError,
+        "is not a SQLite database or is damaged",
+        ("not a database", "malformed", "corrupt", "can't decode"),
+        (),
+    ),
+    (
+        DatabaseCorruptError,
+        "does not have the tables of its version",
+        ("no such table", "no such column"),
+        ("42P01", "42703"),
+    ),
+)
 _ADVICE: Mapping[type[DatabaseError], str] = {
     DatabaseAccessError: "check path and permissions, or user, password and database name; or set TUNEDCOMM_DB or --db "
     "to another database",
@@ -602,17 +618,13 @@ def driver_error(target: Target, error: Any) -> DatabaseError:
     is_refused = not is_file and says("fatal:") and not says(*_REFUSED_FOR_NOW)
     is_away = not code and type(error).__name__ in ("OperationalError", "ConnectionTimeout", "InterfaceError")
     kind: type[DatabaseError] = DatabaseAccessError
-    # A log that cannot grow is reported as an I/O error.
-    if code.startswith("53100") or says("disk is full") or (says("disk i/o") and target.path and _is_full(target.path)):
-        kind, what = DatabaseFullError, "cannot grow, no space is left"
-    elif says("is locked") or code.startswith(("40001", "40P01", "55P03")):
-        kind, what = DatabaseBusyError, "is locked by another writer"
-    elif says("not a database", "malformed", "corrupt", "can't decode"):
-        kind, what = DatabaseCorruptError, "is not a SQLite database or is damaged"
+    known = next((each[:2] for each in _MEANINGS if says(*each[2]) or code.startswith(each[3])), None)
+    if says("disk i/o") and target.path is not None and _is_full(target.path):  # a log that cannot grow
+        kind, what = _MEANINGS[0][:2]
     elif is_file and says("interrupted", "too big"):
-        kind, what = DatabaseCorruptError, "takes more to read than a file of its size can hold"
-    elif says("no such table", "no such column") or code in ("42P01", "42703"):
-        kind, what = DatabaseCorruptError, "does not have the tables of its version"
+        kind, what = DatabaseCorruptError, f"does not answer a query in {QUERY_LIMIT_S:.0f} s, or holds a value of GiB"
+    elif known is not None:
+        kind, what = known
     elif not is_file and (code.startswith(_AWAY) or (is_away and not is_refused)):
         kind, what = DatabaseAwayError, "does not answer"
     elif left:

@@ -2,7 +2,7 @@
 
 The first line names format and schema, the last one counts the lines before it. Between them are environments, runs,
 the variants of each name from the oldest source to the newest, trials and pins. A trial holds its problem and its
-variant in full, and refers to environment and run by their digests, so that a line says in a diff what it means. Times
+variant in full, and refers to environment and run by their digests, so that a diff shows the meaning of a line. Times
 are ISO 8601 in UTC; an infinite error is "inf". Fields are the columns of the models.
 """
 
@@ -134,24 +134,24 @@ def read_lines(path: Path) -> Iterator[Record]:
         DatabaseCorruptError: a line makes no sense, which is named, or the file is not whole.
         DatabaseVersionError: a later tunedcomm wrote it.
     """
-    number, is_whole, parser = 0, False, _Parser()
+    index, is_whole, parser = 0, False, _Parser()
     try:
         with path.open("rb") as file:
-            for number, text in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
+            for index, text in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
                 line = _parse_line(text)
                 if is_whole:
                     raise ValueError("it comes after the end")
-                if number == 1:
+                if index == 1:
                     _check_header(path, line)
                 elif line.get("kind") == "end":
-                    is_whole = line == {"kind": "end", "lines": number - 1}
+                    is_whole = line == {"kind": "end", "lines": index - 1}
                 else:
                     yield parser.record(line)
         if not is_whole:
             raise ValueError("the last line does not count the lines before it: some are missing, or were added")
     except (ValueError, OverflowError, RecursionError) as error:
         raise DatabaseCorruptError(
-            f"{path}, line {number}: {error}; nothing was imported: correct the line, or export the file again"
+            f"{path}, line {index}: {error}; nothing was imported: correct the line, or export the file again"
         ) from None
     except OSError as error:
         raise DatabaseAccessError(f"cannot read {path}: {error.strerror}; check its permissions") from error
@@ -180,7 +180,7 @@ def _check_header(path: Path, line: Line) -> None:
 
 
 class _Parser:
-    """Makes records of lines, each after those that it refers to."""
+    """Makes records of lines, each after the records that it refers to."""
 
     def __init__(self) -> None:
         self._reader = Reader()

@@ -15,15 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from tunedcomm import settings
-from tunedcomm.db.engine import (
-    BUSY_TIMEOUT_S,
-    data_directory,
-    network_of,
-    parse_target,
-    per_host_hint,
-    refuse_network,
-    warn_once,
-)
+from tunedcomm.db.engine import BUSY_TIMEOUT_S, data_directory, parse_target, refuse_network, warn_once
 from tunedcomm.db.snapshot import Fetched, build_snapshot, fetch
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseBusyError, DatabaseError
@@ -31,7 +23,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.selection.snapshot import Snapshot, gc_paused
 from tunedcomm.spec import Problem
 
-# Readers of a snapshot wait for nobody: WAL lets them read beside a writer, anything longer is a stuck file system.
+# WAL lets readers read beside a writer: only a stuck file system takes longer.
 _READ_TIMEOUT_S = 5.0
 # Ranks that are listed by number.
 _SHOWN = 8
@@ -112,16 +104,13 @@ def site_databases(*, is_quiet: bool = False) -> list[str]:
 
 
 def all_layers(*, is_quiet: bool = False) -> list[Layer]:
-    """Every layer, nearest first; a user without a place for a database has none, which is said once."""
+    """Every layer, nearest first. Warns once if the user has no place for a database."""
     try:
         user = named_layers()
-        path = parse_target(user[0].target).path
-        if path is not None and not is_quiet and network_of(path) and (hint := per_host_hint(path)):
-            warn_once(f"the user database {path} lies on a network file system{hint}")
     except DatabaseError as error:
         user = []
         if not is_quiet:
-            warn_once(str(error))
+            warn_once(f"tuning database left out (user): {error}", str(error))
     site = [Layer("site", target) for target in site_databases(is_quiet=is_quiet)]
     return [*user, *site, *(Layer("packaged", str(path)) for path in packaged_databases())]
 
@@ -143,7 +132,7 @@ def identity_of(target: str | Path) -> str:
 
 
 def is_absent(layer: Layer) -> bool:
-    """True for a user database that was never made, which is no fault; one that cannot be looked at may be there."""
+    """True for a user database that does not exist yet, which is no error; False if the path cannot be inspected."""
     try:
         path = parse_target(layer.target).path
         if layer.name == "user" and path is not None:
@@ -181,10 +170,11 @@ def load_snapshot(
             try:
                 if strict or not is_absent(layer):
                     found.append(_read(layer, partial(read, layer=layer.name, layer_rank=rank)))
-            except DatabaseError as error:
+            except Exception as error:
                 if strict:
                     raise
-                warn_once(f"tuning database left out ({layer.name}): {error}")
+                kind = "" if isinstance(error, DatabaseError) else f"{type(error).__name__}: "
+                warn_once(f"tuning database left out ({layer.name}): {kind}{error}")
         snapshot = build_snapshot(environment, world_size, found, borrow)
     for note in snapshot.notes:
         warn_once(note)
@@ -192,7 +182,7 @@ def load_snapshot(
 
 
 def _read(layer: Layer, read: Callable[..., Fetched]) -> Fetched:
-    """Read a layer, and again if somebody wrote to it meanwhile who cannot be locked out."""
+    """Read a layer, and again if a writer that SQLite cannot lock out changed it meanwhile."""
     deadline = time.monotonic() + _READ_TIMEOUT_S
     while True:
         try:
@@ -206,8 +196,8 @@ def _read(layer: Layer, read: Callable[..., Fetched]) -> Fetched:
 
 # Fingerprints
 #
-# All ranks dispatch from what the group's first rank reads, so a difference between ranks does no harm. But whoever
-# gave a rank another database expects something of it.
+# All ranks dispatch from the databases of the group's first rank, so a difference between ranks does no harm. But a
+# user who gave a rank another database expects it to be used, and is warned.
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,53 +206,65 @@ class LayerFingerprint:
 
     Attributes:
         layer: `user`, `site` or `packaged`.
-        target: file, or URL without its password; of what is packaged, the file's name.
-        place: host, device and inode of a file, None if it cannot be looked at.
-        content: size and time of change of a file; of what is packaged its size, for every host has its own copy.
+        target: file, or URL without its password; of a packaged database, the file's name.
+        identities: two databases that share one of these are the same: the place of a file (host, device and inode)
+            and its content (size and time of change), name and size of a packaged file, or the target itself.
+        is_new: this process has made it, see `note_made`.
     """
 
     layer: str
     target: str
-    place: tuple[str, int, int] | None = None
-    content: tuple[int, ...] | None = None
+    identities: frozenset[tuple[object, ...]]
+    is_new: bool = False
 
-    def is_same(self, other: LayerFingerprint) -> bool:
-        """True for one file under two names, and for two copies of one file."""
-        if self.place is None or other.place is None:
-            return self == other
-        return self.place == other.place or self.content == other.content
+
+# User databases that this process has made.
+_made: set[str] = set()
+
+
+def note_made(target: str) -> None:
+    """Remember that this process has made a user database: that other ranks have none is no surprise then."""
+    _made.add(identity_of(target))
 
 
 def layer_fingerprints() -> tuple[LayerFingerprint, ...]:
-    """Every database that this process would read, nearest layer first; those that are not there are left out.
+    """Every database that this process would read, nearest layer first, without missing ones.
 
-    Nothing is warned of: the rank that reads the layers does that.
+    Logs no warning: the rank that reads the layers warns.
     """
     return tuple(_fingerprint(layer) for layer in all_layers(is_quiet=True) if not is_absent(layer))
 
 
 def _fingerprint(layer: Layer) -> LayerFingerprint:
+    name = layer.target
     try:
-        target = parse_target(layer.target)
+        target = parse_target(name)
+        name = str(target)
         if target.path is None:
-            return LayerFingerprint(layer.name, str(target))
-        found = target.path.stat()
-    except (DatabaseError, OSError):  # whoever opens it says what is wrong
-        return LayerFingerprint(layer.name, layer.target)
-    if layer.name == "packaged":
-        return LayerFingerprint(layer.name, target.path.name, content=(found.st_size,))
-    place = (socket.gethostname(), found.st_dev, found.st_ino)
-    return LayerFingerprint(layer.name, str(target), place, (found.st_size, found.st_mtime_ns))
+            identities: set[tuple[object, ...]] = {(name,)}
+        else:
+            found = target.path.stat()
+            place, content = (socket.gethostname(), found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns)
+            identities = {place, content}
+            if layer.name == "packaged":  # every host has its own copy
+                name = target.path.name
+                identities = {(name, found.st_size)}
+    except (DatabaseError, OSError):  # opening it raises the error
+        identities = {(name,)}
+    return LayerFingerprint(layer.name, name, frozenset(identities), identity_of(layer.target) in _made)
 
 
 def differences(seen: Sequence[tuple[LayerFingerprint, ...]]) -> list[str]:
-    """Differences of each rank's layers from those of rank 0, in words; `seen` is by rank."""
+    """Sentences that say how each rank's layers differ from rank 0's; `seen` is by rank."""
     found: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(seen):
+    for rank, fingerprints in enumerate(seen):
         for layer in ("user", "site", "packaged"):
-            first, here = ([each for each in every if each.layer == layer] for every in (seen[0], theirs))
-            if len(first) != len(here) or not all(map(LayerFingerprint.is_same, first, here)):
-                names = [", ".join(each.target for each in every) or "none" for every in (here, first)]
+            first, others = ([each for each in every if each.layer == layer] for every in (seen[0], fingerprints))
+            if not others and all(each.is_new for each in first):
+                continue
+            same = [bool(one.identities & other.identities) for one, other in zip(first, others, strict=False)]
+            if len(first) != len(others) or not all(same):
+                names = [", ".join(each.target for each in every) or "none" for every in (others, first)]
                 found.setdefault(f"{names[0]} as {layer} database where rank 0 has {names[1]}", []).append(rank)
     return [f"{_ranks(ranks)} {text}" for text, ranks in found.items()]
 

@@ -1,4 +1,4 @@
-"""Maintenance of a database: checks it, sums it up, and removes what is of no more use."""
+"""Maintenance of a database: check it, sum it up, remove rows that nothing needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tunedcomm.db.engine import BUSY_TIMEOUT_S, Target, num_bytes, parse_target,
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.records import Reader, Skipped, StoredVariant, Trial, canonical_json, was_tried
 from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
-from tunedcomm.db.snapshot import needed_trials, ok_rows
+from tunedcomm.db.snapshot import needed_trials, winners_of
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (
     ConfigError,
@@ -38,9 +38,9 @@ from tunedcomm.errors import (
     DatabaseVersionError,
 )
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.score import pool
-from tunedcomm.selection.snapshot import Row
-from tunedcomm.spec import Candidate, Problem, admits, variants
+from tunedcomm.selection.select import Registered
+from tunedcomm.spec import Problem, variants
+from tunedcomm.symm.layout import limits_for
 
 Level: TypeAlias = Literal["ok", "warn", "fail"]
 # Op and variant to the hash of its source as it is now; None for a variant that this tunedcomm does not have.
@@ -66,7 +66,7 @@ def is_current(variant: StoredVariant | None, source_hash: SourceHash) -> bool |
 _MAX_FAULTS = 20
 _MAX_EXAMPLES = 3
 _RESTORE = (
-    "move it away and restore a copy or an exported file; the `.recover` of the program sqlite3 may save what it held, "
+    "move it away and restore a copy or an exported file; the `.recover` of the program sqlite3 may save its rows, "
     "else tune again"
 )
 _PRUNE_INVALID = "`tunedcomm db prune --invalid` removes them and the trials that refer to them"
@@ -75,9 +75,9 @@ _MEND_PIN = "`tunedcomm db unpin` it, or `tunedcomm db pin` something that can r
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: what was found and, where not all is well, what to do.
+    """The result of one check, with the remedy unless all is well.
 
-    Level `warn` means that it works and somebody should know, `fail` that the database is not sound.
+    Level `warn`: the database works, but the user should know. Level `fail`: the database is not sound.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Finding:
 
 
 def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]:
-    """Look at everything about a database; it is sound where no finding has the level `fail`.
+    """Check a database in every way; it is sound if no finding has the level `fail`.
 
     Nothing is changed, and tuners may go on writing to it. The variants must be registered.
 
@@ -149,7 +149,7 @@ def _integrity(where: Target, path: Path) -> list[Finding]:
     """List what SQLite finds wrong with the file, and triggers and views, which tunedcomm never makes.
 
     Raises:
-        DatabaseCorruptError: the file is damaged: what its rows hold means nothing.
+        DatabaseCorruptError: the file is damaged: its rows mean nothing.
     """
     with engine.connected(where, readonly=True, immutable=engine.is_immutable(path)) as connection:
         faults = connection.exec_driver_sql(f"PRAGMA integrity_check({_MAX_FAULTS})").scalars().all()
@@ -165,15 +165,14 @@ def _integrity(where: Target, path: Path) -> list[Finding]:
     found += _or_ok("references", wrong if refer else [], "every row that another one refers to is there")
     if made:
         text = f"it holds what tunedcomm does not make: {', '.join(f'{kind} {name}' for kind, name in made)[:300]}"
-        found.append(Finding("objects", "fail", text, "do not write to it; export what it holds to a new file"))
+        found.append(Finding("objects", "fail", text, "do not write to it; export its rows to a new file"))
     return found
 
 
 def check_rows(database: Database, source_hash: SourceHash) -> tuple[list[Finding], Skipped]:
     """Read every row as readers do, and check that configs lie in their variants' spaces.
 
-    Readers skip an invalid row and go on; here each is found, and so is every row that refers to one. The variants must
-    be registered.
+    Reports each invalid row, which readers skip, and every row that refers to one. The variants must be registered.
     """
     reader, objection = Reader(), functools.cache(_objection)
     invalid, by_variant, unknown = reader.skipped, Counter[StoredVariant](), list[str]()
@@ -186,8 +185,8 @@ def check_rows(database: Database, source_hash: SourceHash) -> tuple[list[Findin
         }
         for trial in query.all_trials(connection, reader):
             by_variant[trial.stored_variant] += 1
-            asked = (trial.problem.op, trial.variant, canonical_json(trial.config))
-            if is_current(trial.stored_variant, source_hash) and (reason := objection(*asked)):
+            of_config = (trial.problem.op, trial.variant, canonical_json(trial.config))
+            if is_current(trial.stored_variant, source_hash) and (reason := objection(*of_config)):
                 invalid.add("trial", trial.id, reason)
         pins = query.pins(connection, reader)
     for pin in pins:
@@ -397,7 +396,7 @@ def _conditions(connection: Connection, selection: Selection, source_hash: Sourc
 def _hidden_by_failures(
     connection: Connection, ids: Collection[int], elsewhere: Iterable[Layer]
 ) -> tuple[set[int], set[int]]:
-    """Ids of good trials that the selected failures keep from being used, and of those failures that must stay.
+    """Ids of good trials that the selected failures hide, and of selected failures that must stay.
 
     A failure counts until the candidate is good at the same problem again. While it counts, the candidate does not run
     that problem, and nothing is predicted of it in the whole family. A failure that hides good trials of another
@@ -420,22 +419,22 @@ def _hidden_by_failures(
         where = (TrialRow.status.in_(parse.RAN), TrialRow.variant_id.in_(same))
         return [trial for trial in query.trials(connection, Reader(), *where) if scope(trial) in scopes]
 
-    here, there = ran(connection), list[Trial]()
+    local, remote = ran(connection), list[Trial]()
     for layer in elsewhere:
         try:
             with layer.open() as other, other.reading() as reading:
-                there += [trial for trial in ran(reading) if trial.status == "ok"]
+                remote += [trial for trial in ran(reading) if trial.status == "ok"]
         except DatabaseError as error:
             warn_once(f"what failures hide in a database of the {layer.name} layer is not known: {error}")
     last_good: dict[Any, datetime] = {}
-    for trial in (*here, *there):
+    for trial in (*local, *remote):
         if trial.status == "ok":
             key = (scope(trial), trial.problem)
             last_good[key] = max(trial.created_at, last_good.get(key, trial.created_at))
     counting = [t for t in failed if t.created_at >= last_good.get((scope(t), t.problem), t.created_at)]
-    elsewhere_good = {scope(trial) for trial in there}
+    elsewhere_good = {scope(trial) for trial in remote}
     removed = {scope(trial) for trial in counting} - elsewhere_good
-    hidden = {t.id for t in here if t.id is not None and scope(t) in removed}
+    hidden = {t.id for t in local if t.id is not None and scope(t) in removed}
     return hidden, {t.id for t in counting if t.id is not None and scope(t) in elsewhere_good}
 
 
@@ -464,7 +463,7 @@ def _groups(connection: Connection) -> tuple[Mapping[str, Any], ...]:
 
 
 def _compact(path: Path) -> bool:
-    """Give the space back to the file system, unless others use the database at this moment."""
+    """Return free space to the file system, unless other processes use the database now."""
     try:
         with (
             translated(parse_target(path)),
@@ -486,11 +485,10 @@ class GroupStats:
     """Problems of one op, world size, dtype and mode in one environment.
 
     Attributes:
-        problems: those with a trial.
+        problems: number of problems with a trial.
         trials: status to how many ended so.
         finals: trials of the finals.
-        winners: variant to the problems that dispatch answers with it under the default numerics policy, at the very
-            problem; `library` where no challenger beats it by more than the noise.
+        winners: variant to the number of problems that dispatch answers with it by this database, if nothing is pinned.
         speedups: the library's latency over the winner's, of the problems where both are known.
         stale: trials of sources that have changed since, which dispatch does not use.
         unknown: trials of variants that this tunedcomm does not have.
@@ -558,13 +556,15 @@ def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
     with database.reading() as connection:
         environments, problems = query.load_environments(connection, reader), query.load_problems(connection, reader)
         stored = query.load_variants(connection, reader)
-        seen: set[tuple[int, int]] = set()
+        seen, ran = set[tuple[int, int]](), dict[tuple[int, int], None]()
         for row in query.tally(connection):
             if row.environment_id not in environments or row.problem_id not in problems:
                 continue
             group = group_of(environments[row.environment_id], problems[row.problem_id])
             group.problems += (row.environment_id, row.problem_id) not in seen
             seen.add((row.environment_id, row.problem_id))
+            if row.status == "ok":
+                ran[row.environment_id, row.problem_id] = None
             group.trials[str(row.status)] += row.trials
             group.finals += row.finals
             current = is_current(stored.get(row.variant_id), source_hash)
@@ -573,15 +573,15 @@ def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
             with contextlib.suppress(ValueError):  # no time can be read
                 first, last = parse.time_of(row.first), parse.time_of(row.last)
                 group.oldest, group.newest = min(group.oldest or first, first), max(group.newest or last, last)
-        for key, world_size in sorted({(key, problems[problem].world_size) for key, problem in seen}):
-            by_problem: dict[Problem, list[Row]] = {}
-            for row in ok_rows(connection, {key: environments[key]}, world_size, reader):
-                by_problem.setdefault(row.problem, []).append(row)
-            for problem, rows in by_problem.items():
-                group = group_of(environments[key], problem)
-                variant, speedup = _winner(problem, rows, source_hash)
-                group.winners[variant] += 1
-                group.speedups += [] if speedup is None else [speedup]
+        for key, world_size in sorted({(key, problems[problem].world_size) for key, problem in ran}):
+            environment, catalog = environments[key], Registered(limits_for(environments[key], world_size), source_hash)
+            measured = [problems[id_] for of, id_ in ran if of == key and problems[id_].world_size == world_size]
+            decisions = winners_of(connection, reader, environment=environment, problems=measured, catalog=catalog)
+            for problem, decision in decisions.items():
+                group = group_of(environment, problem)
+                group.winners[decision.candidate.variant] += 1
+                if decision.latency_us is not None and decision.library_us is not None:
+                    group.speedups.append(decision.library_us / decision.latency_us)
     database.warn_skipped(reader)
     return DatabaseStats(
         target=str(database.path or database.url),
@@ -590,21 +590,3 @@ def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
         rows=database.stats(),
         groups=tuple(found[key] for key in sorted(found)),
     )
-
-
-def _winner(problem: Problem, rows: Iterable[Row], source_hash: SourceHash) -> tuple[str, float | None]:
-    """Dispatch's answer at a measured problem, near ties aside, and its speed-up over the library."""
-    known = {name: each for name, each in variants(problem.op).items() if name != _LIBRARY}
-    current = {name: source_hash(problem.op, name) for name in known}
-    fresh = [row for row in rows if row.is_library or current.get(row.candidate.variant) == row.source_hash]
-    usable: dict[Candidate, str | None] = {}
-    for candidate in {row.candidate for row in fresh if not row.is_library}:
-        if known[candidate.variant].bounded and admits("default", known[candidate.variant].numerics):
-            usable[candidate] = None
-    found = pool(fresh, usable)
-    if found.library_us is None:
-        return _LIBRARY, None
-    for scored in found.scored:
-        if scored.score < found.library_us * (1 - scored.noise):
-            return scored.candidate.variant, found.library_us / scored.score
-    return _LIBRARY, 1.0

@@ -1,4 +1,4 @@
-"""The manifest beside an exported file: what it is, what it holds, what made it.
+"""The manifest beside an exported file: its digest, its contents, the command that made it.
 
 No clock: the same export, the same text.
 """
@@ -49,7 +49,7 @@ def make_manifest(file: Path, database: Database, /, **facts: Any) -> dict[str, 
 
 
 def manifest_path(path: Path) -> Path:
-    """Where the manifest of an exported file lies: beside it."""
+    """The path of an exported file's manifest: beside it."""
     return path.with_name(f"{path.name}.manifest.json")
 
 
@@ -61,27 +61,27 @@ def verify_manifest(path: str | Path) -> bool:
         DatabaseCorruptError: the file is not the one that the manifest was written for, or that is no manifest.
     """
     path = Path(path).expanduser()
-    beside, said = manifest_path(path), None
+    beside, stored = manifest_path(path), None
     if not os.path.lexists(beside):
         return False
     try:
         with beside.open("rb") as manifest:
             text = manifest.read(_MAX_BYTES)
         content = _content(path)
-        said = json.loads(text)
+        stored = json.loads(text)
     except OSError as error:
         raise DatabaseAccessError(f"cannot read {error.filename}: {error.strerror}; check its permissions") from error
     except (ValueError, RecursionError):
         pass
-    if not (isinstance(said, dict) and _IDENTITY.items() <= said.items() and content.keys() <= said.keys()):
+    if not (isinstance(stored, dict) and _IDENTITY.items() <= stored.items() and content.keys() <= stored.keys()):
         raise DatabaseCorruptError(
             f"{beside} is no manifest that this tunedcomm knows: {text[:60]!r}; copy it again, or remove it"
         )
-    if content != {name: said[name] for name in content}:
+    if content != {name: stored[name] for name in content}:
         raise DatabaseCorruptError(
             f"{path} is not what {beside.name} says: {content['num_bytes']} bytes with SHA-256 {content['sha256']}, "
-            f"not {said['num_bytes']!r:.30} bytes with {said['sha256']!r:.80}; copy both again, or remove the manifest "
-            "if the file was changed on purpose"
+            f"not {stored['num_bytes']!r:.30} bytes with {stored['sha256']!r:.80}; copy both again, or remove the "
+            "manifest if the file was changed on purpose"
         )
     return True
 

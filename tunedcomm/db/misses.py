@@ -25,7 +25,7 @@ from tunedcomm.db.layers import user_database
 from tunedcomm.db.records import canonical_json, int_of, parse_problem, text_of, time_of
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import HARD_FIELDS
-from tunedcomm.spec import Problem, format_shape
+from tunedcomm.spec import NumericsPolicy, Problem, format_shape
 
 HardKey: TypeAlias = tuple[Any, ...]
 
@@ -52,6 +52,43 @@ class Miss:
     count: int
     source: str
     last_seen: datetime
+
+
+@dataclass(slots=True, eq=False)
+class Counter:
+    """Calls of one problem, and how many of them the file knows. Threads may lose a count to each other, no more."""
+
+    path: Path
+    hard_key: HardKey
+    problem: Problem
+    source: str
+    count: int = 0
+    written: int = 0
+
+    def miss(self, count: int, now: datetime) -> Miss:
+        """A miss with the calls, of the first `count`, that the file does not know yet."""
+        unwritten = count - self.written
+        return Miss(problem=self.problem, hard_key=self.hard_key, count=unwritten, source=self.source, last_seen=now)
+
+
+@dataclass(slots=True, eq=False)
+class Note:
+    """A problem that was called while somebody wants to tune it.
+
+    Attributes:
+        counter: of its calls; None for one that is tuned.
+        before: calls that were counted earlier.
+        policy: the widest numerics policy that it was called with.
+    """
+
+    counter: Counter | None
+    before: int
+    policy: NumericsPolicy
+
+    @property
+    def count(self) -> int:
+        """Calls since."""
+        return 0 if self.counter is None else self.counter.count - self.before
 
 
 def log_path() -> Path:
@@ -163,7 +200,7 @@ def _parse(line: bytes) -> Miss:
 
 
 def compact(path: Path, *, without: Collection[tuple[HardKey, Problem]] = ()) -> None:
-    """Rewrite a file, if there is one, with one line a problem but those `without`; writers wait meanwhile.
+    """Rewrite a file, if there is one, with one line a problem, leaving out `without`; writers wait meanwhile.
 
     Raises:
         OSError: the file cannot be read or written.

@@ -41,7 +41,8 @@ def _load(
     """Every parseable row of `model` by id, oldest first."""
     columns = table(model).columns
     found: dict[int, T] = {}
-    for row in connection.execute(select(*map(raw, columns)).where(*where).order_by(columns.id)).mappings():
+    # All at once: the deadline of a query does not count the parsing.
+    for row in connection.execute(select(*map(raw, columns)).where(*where).order_by(columns.id)).mappings().all():
         try:
             found[parse.id_of(row["id"])] = parser(row)
         except ValueError as error:
@@ -60,7 +61,7 @@ def load_problems(connection: Connection, reader: Reader, *where: Any) -> dict[i
 
 
 def load_problems_by_id(connection: Connection, ids: Iterable[object], reader: Reader) -> dict[int, Problem]:
-    """Those of the stored problems that rows refer to; of an id from a file anything may be expected."""
+    """The stored problems with these ids, which come from a file and may be anything."""
     wanted = sorted(key for key in ids if type(key) is int)
     found: dict[int, Problem] = {}
     for start in range(0, len(wanted), _CHUNK):
@@ -88,10 +89,13 @@ def trials(connection: Connection, reader: Reader, *where: Any) -> list[Trial]:
         problem, environment = _find(problems, row, "problem"), _find(environments, row, "environment")
         variant = _find(variants, row, "variant")
         parse.check_op(variant, problem)
-        own = reader.trial(row)
-        own |= {"config": dict(own["config"]), "run_id": None if row["run_id"] is None else parse.id_of(row["run_id"])}
-        own |= {"variant": variant.name, "numerics": variant.numerics, "source_hash": variant.source_hash}
-        return Trial(problem=problem, environment=environment, id=row["id"], **own)
+        values = reader.trial(row)
+        values |= {
+            "config": dict(values["config"]),
+            "run_id": None if row["run_id"] is None else parse.id_of(row["run_id"]),
+        }
+        values |= {"variant": variant.name, "numerics": variant.numerics, "source_hash": variant.source_hash}
+        return Trial(problem=problem, environment=environment, id=row["id"], **values)
 
     return list(_load(connection, TrialRow, where, parser, reader).values())
 
@@ -102,9 +106,9 @@ def pins(connection: Connection, reader: Reader, *where: Any) -> list[Pin]:
 
     def parser(row: Any) -> Pin:
         problem, environment = _find(problems, row, "problem"), _find(environments, row, "environment")
-        own = parse.parse_row(PinRow, row)
-        chosen = reader.candidate(problem.op, own.pop("variant"), own.pop("config"))
-        return Pin(problem=problem, environment=environment, candidate=chosen, id=row["id"], **own)
+        values = parse.parse_row(PinRow, row)
+        chosen = reader.candidate(problem.op, values.pop("variant"), values.pop("config"))
+        return Pin(problem=problem, environment=environment, candidate=chosen, id=row["id"], **values)
 
     return list(_load(connection, PinRow, where, parser, reader).values())
 
@@ -136,7 +140,7 @@ def _find(found: Mapping[int, T], row: Any, name: str) -> T:
 
 
 def all_trials(connection: Connection, reader: Reader) -> Iterator[Trial]:
-    """Every trial, oldest first, some thousand at a time; without those of a run that is not there."""
+    """Every trial, oldest first, some thousand at a time, without trials of a missing run."""
     ids = list(connection.execute(select(TrialRow.id).order_by(TrialRow.id)).scalars())
     runs = {None, *connection.execute(select(RunRow.id)).scalars()}
     for start in range(0, len(ids), _BATCH):

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal, NoReturn, TypeAlias, get_args
@@ -21,7 +21,7 @@ from tunedcomm.spec import Candidate, Numerics, Problem, parse_shape
 
 Status: TypeAlias = Literal["ok", "infeasible", "compile_error", "incorrect", "crashed", "hung", "pruned"]
 STATUSES: tuple[str, ...] = get_args(Status)
-# Of a candidate that ran; of a dangerous one, not just slow or impossible; and of one that failed in any way.
+# Statuses of a candidate that ran, of a dangerous one, and of one that failed in any way.
 RAN: tuple[str, ...] = ("ok", "pruned")
 DANGEROUS: tuple[str, ...] = ("incorrect", "crashed", "hung")
 FAILURES: tuple[str, ...] = ("compile_error", *DANGEROUS)
@@ -29,7 +29,7 @@ _NUMERICS: tuple[str, ...] = get_args(Numerics)
 
 
 def was_tried(status: str) -> bool:
-    """True of a trial that counts where commands say how many there are: an infeasible candidate was never run."""
+    """True if commands count the trial: an infeasible candidate never ran."""
     return status != "infeasible"
 
 
@@ -152,31 +152,13 @@ class Pin:
     id: int | None = None
 
 
-def fastest(trials: Iterable[Trial]) -> Trial | None:
-    """The trial that took least beside the library in its own run, since no machine is equally fast at all times.
-
-    By the latencies themselves if there is one without a library beside it. None of no trials.
-
-    Args:
-        trials: `ok` ones.
-    """
-    ran = [trial for trial in trials if trial.latency_p50_us is not None]
-    known = all(trial.library_us is not None for trial in ran)
-
-    def order(trial: Trial) -> tuple[float, str]:
-        latency_us = trial.latency_p50_us or 0.0
-        return latency_us / trial.library_us if known and trial.library_us else latency_us, str(trial.candidate)
-
-    return min(ran, key=order, default=None)
-
-
 # Stored values back into objects, trusting none of them
 #
-# A database may come from elsewhere or be damaged. A value that makes no sense raises ValueError here and is counted in
-# a `Skipped` by the caller, who goes on without the row.
+# A database may come from elsewhere or be damaged. An invalid value raises ValueError here. The caller counts the row
+# in a `Skipped` and goes on without it.
 
 LATENCIES = ("latency_p10_us", "latency_p50_us", "latency_p90_us", "baseline_p50_us")
-# Clocks of hosts differ a little; a trial from further ahead would outrank what is measured until then.
+# Clocks of hosts differ a little. A trial from further ahead would outrank everything that is measured until then.
 _AHEAD = timedelta(days=1)
 # A thousandth of a nanosecond, and two weeks: selection multiplies and divides times, which makes none between these
 # bounds 0 or infinite.
@@ -187,7 +169,7 @@ _SHAPE = re.compile("([0-9]{1,18}(x[0-9]{1,18}){0,15})?")  # extents of less tha
 
 @dataclass(slots=True)
 class Skipped:
-    """Rows that made no sense: table and id to the reason."""
+    """Invalid rows: table and id to the reason."""
 
     rows: dict[tuple[str, Any], str] = field(default_factory=dict)
 
@@ -207,12 +189,12 @@ class Skipped:
 
 
 def refuse_constant(text: str) -> NoReturn:
-    """For `json.loads`, which takes NaN and Infinity unless it is told not to."""
+    """Raise ValueError; `json.loads` accepts NaN and Infinity unless this is its `parse_constant`."""
     raise ValueError(f"{text} is not JSON")
 
 
 def text_of(value: object, name: str) -> str:
-    """A text of bearable length."""
+    """`value`, checked to be a text of at most `_MAX_TEXT` characters."""
     if not isinstance(value, str):
         raise ValueError(f"{name} is not a text: {value!r:.80}")
     if len(value) > _MAX_TEXT:
@@ -221,7 +203,7 @@ def text_of(value: object, name: str) -> str:
 
 
 def int_of(value: object, name: str, *, low: int = 0, below: int = 2**31) -> int:
-    """An integer that is no boolean, and that its column can hold."""
+    """`value`, checked to be an integer from `low` to below `below`; a boolean is refused."""
     if type(value) is not int or not low <= value < below:
         raise ValueError(f"{name} is not an integer >= {low} of {below.bit_length()} bits: {value!r:.80}")
     return value
@@ -233,7 +215,7 @@ def id_of(value: object, name: str = "id") -> int:
 
 
 def time_of(value: object, name: str = "time") -> datetime:
-    """SQLite gives the stored text, other drivers a datetime."""
+    """`value` as an aware time in UTC; SQLite returns text, other drivers a datetime."""
     if isinstance(value, str):
         value = datetime.fromisoformat(value)
     if not isinstance(value, datetime):
@@ -245,7 +227,7 @@ def time_of(value: object, name: str = "time") -> datetime:
 
 
 def check_one_of(value: object, allowed: Sequence[str], name: str) -> None:
-    """Refuse a text that is none of those allowed."""
+    """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"unknown {name} {value!r:.80}; known are {', '.join(allowed)}")
 
@@ -262,7 +244,7 @@ def check_outcome(status: object, p10: float | None, p50: float | None, p90: flo
 
 @functools.cache
 def own_columns(model: type[Base]) -> tuple[Column[Any], ...]:
-    """The columns that say something of themselves: no ids, no references, no digests of other columns."""
+    """The columns of values: no ids, no references, no digests of other columns."""
     return tuple(
         column
         for column in Base.metadata.tables[model.__tablename__].columns
@@ -311,7 +293,7 @@ def _is_flat(config: object) -> bool:
 
 
 def parse_config(value: object) -> dict[str, Value]:
-    """A stored config; whether it lies in its variant's space is for whoever knows the space."""
+    """A stored config; the caller checks that it lies in its variant's space."""
     text = text_of(value, "config")
     try:
         config: dict[str, Value] = json.loads(text, parse_constant=refuse_constant)
@@ -340,10 +322,10 @@ def parse_environment(row: Mapping[str, Any]) -> Environment:
     return environment
 
 
-def check_digest(said: Any, digest: str) -> None:
-    """Refuse fields that are not those of their digest."""
-    if said != digest:
-        raise ValueError(f"its digest is {said!r:.80}, that of its fields is {digest!r}")
+def check_digest(stored: Any, digest: str) -> None:
+    """Raise ValueError unless the fields have the stored digest."""
+    if stored != digest:
+        raise ValueError(f"its digest is {stored!r:.80}, and its fields have the digest {digest!r}")
 
 
 def parse_variant(row: Mapping[str, Any]) -> StoredVariant:
@@ -362,10 +344,10 @@ def check_op(variant: StoredVariant, problem: Problem) -> None:
 
 
 class Reader:
-    """Parses the rows of one query, each distinct config once, and counts those that make no sense.
+    """Parses the rows of one query, each distinct config once, and counts invalid rows.
 
     Attributes:
-        skipped: rows that made no sense.
+        skipped: invalid rows.
         latest: no trial is from after this time.
         config: like `parse_config`; the caller must not change the result.
         candidate: op, variant and stored config to a candidate, one object for all rows that name it.
@@ -379,7 +361,7 @@ class Reader:
         self._digest = functools.cache(lambda config: config_digest(self.config(config)))
 
     def trial(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of those of a trial's own columns that the row has, its config parsed; do not change that.
+        """The values of a trial's own columns that the row has, with the config parsed; do not change the config.
 
         A trial that contradicts itself is refused: every reader leaves it out, and `db check` reports it.
         """
@@ -391,5 +373,5 @@ class Reader:
         if values["created_at"] > self.latest:
             raise ValueError(f"it was made in the future, {values['created_at']}, and would outrank what comes")
         if row["config_digest"] != self._digest(row["config"]):
-            raise ValueError(f"its config_digest is {row['config_digest']!r:.40}, not that of {row['config']:.80}")
+            raise ValueError(f"its config_digest is {row['config_digest']!r:.40}, not of {row['config']:.80}")
         return values

@@ -14,12 +14,12 @@ from sqlalchemy import BigInteger, ForeignKey, Index, Integer, MetaData, String,
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 # Every schema revision, oldest first: an up-to-date database opens without importing Alembic.
-REVISIONS: tuple[str, ...] = ("0001", "0002", "0003")
+REVISIONS: tuple[str, ...] = ("0001", "0002", "0003", "0004")
 HEAD = REVISIONS[-1]
 # Revisions with the stored tables of HEAD: readers take them as they are.
-READABLE = frozenset({"0001", "0002", HEAD})
-# Of those, the ones whose rows are as in HEAD, too.
-SOUND = frozenset({"0002", HEAD})
+READABLE = frozenset({"0001", "0002", "0003", HEAD})
+# Readable revisions whose rows are the same as in HEAD.
+SOUND = frozenset({HEAD})
 # Not Alembic's default name: a shared server may hold other applications' tables, each with its own version.
 VERSION_TABLE = "tunedcomm_version"
 

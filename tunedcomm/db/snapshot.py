@@ -2,7 +2,7 @@
 
 A database of a cluster holds a million trials, a snapshot a few thousand of them. What can be left out is left out by
 SQL, over the index `ix_trial_snapshot`; only columns that are used are fetched; problems and variants are read once,
-and only those that the rows refer to.
+and only the ones that rows refer to.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from sqlalchemy import Connection, Select, delete, exists, false, func, or_, sel
 from tunedcomm.db import query
 from tunedcomm.db import records as parse
 from tunedcomm.db.query import BEST_OF_VARIANT, load_problems_by_id, load_variants, raw, table
-from tunedcomm.db.records import DANGEROUS, Pin, Reader
+from tunedcomm.db.records import DANGEROUS, Pin, Reader, Trial
 from tunedcomm.db.schema import PinRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.selection.interpolate import problems_to_load
+from tunedcomm.selection.score import undisturbed
+from tunedcomm.selection.select import Decision, Registered, winners
 from tunedcomm.selection.snapshot import Failure, Numbers, Pinned, Row, Snapshot, is_drift, loans, matches
 from tunedcomm.spec import Candidate, Problem
 
@@ -42,35 +44,51 @@ _SEARCHED = (TrialRow.final == false(), TrialRow.latency_p50_us > 0)
 
 
 def _of_world(world_size: int, like: Problem | None) -> Select[Any]:
-    """Ids of the problems of a world size, or of those that may answer for `like`."""
+    """Ids of the problems of a world size, or of the problems that may answer for `like`."""
     if like is None:
         return select(ProblemRow.id).where(ProblemRow.world_size == world_size)
-    asked = problems_to_load(like)
-    same = [getattr(ProblemRow, name).in_({getattr(problem, name) for problem in asked}) for name in _FAMILY]
+    related = problems_to_load(like)
+    same = [getattr(ProblemRow, name).in_({getattr(problem, name) for problem in related}) for name in _FAMILY]
     return select(ProblemRow.id).where(*same)
 
 
-def _first(most: int, of: Sequence[Any], order: Sequence[Any], *where: Any) -> Select[Any]:
-    """Ids of the first `most` trials of each group that fulfil `where`."""
-    place = func.row_number().over(partition_by=of, order_by=order)
-    places = select(TrialRow.id, place.label("place")).where(*where).subquery()
-    return select(places.c.id).where(places.c.place <= most)
+def _first(most: int, of: Sequence[Any], orders: Sequence[Sequence[Any]], *where: Any) -> Select[Any]:
+    """Ids of trials that fulfil `where` and are among the first `most` of their group in one of the orders."""
+    places = [
+        func.row_number().over(partition_by=of, order_by=order).label(f"place_{i}") for i, order in enumerate(orders)
+    ]
+    found = select(TrialRow.id, *places).where(*where).subquery()
+    return select(found.c.id).where(or_(*(found.c[place.key] <= most for place in places)))
+
+
+_NEWEST = (TrialRow.created_at.desc(), TrialRow.latency_p50_us, TrialRow.id)
+# The library's time beside a trial tells whether the host was loaded.
+_QUIETEST = (TrialRow.baseline_p50_us.is_(None), TrialRow.baseline_p50_us, *_NEWEST)
 
 
 def _newest(*where: Any) -> Select[Any]:
     """The newest good trial of each candidate."""
-    order = (TrialRow.created_at.desc(), TrialRow.latency_p50_us, TrialRow.id)
-    return _first(1, _CANDIDATE, order, _OK, *where)
+    return _first(1, _CANDIDATE, [_NEWEST], _OK, *where)
+
+
+def _finals(*where: Any) -> Select[Any]:
+    """The newest good final of each candidate, and the one beside which the library was fastest."""
+    return _first(1, _CANDIDATE, [_NEWEST, _QUIETEST], _OK, _IS_FINAL, *where)
 
 
 def _best_searched(*where: Any) -> Select[Any]:
-    """Of each candidate the newest trial outside of finals, and of these the best few of each variant."""
-    newest = TrialRow.id.in_(_newest(*_SEARCHED, *where))
-    return _first(BEST_OF_VARIANT, _VARIANT, (TrialRow.latency_p50_us, TrialRow.id), newest)
+    """The best few candidates of each variant outside of finals, by time and by ratio to the library's time.
+
+    Times of different runs are not comparable, and neither are ratios where something disturbed the library.
+    """
+    quietest = TrialRow.id.in_(_first(1, _CANDIDATE, [_QUIETEST], _OK, *_SEARCHED, *where))
+    time, ratio = TrialRow.latency_p50_us, TrialRow.latency_p50_us / func.nullif(TrialRow.baseline_p50_us, 0.0)
+    orders = [(time, TrialRow.id), (ratio.is_(None), ratio, TrialRow.id)]
+    return _first(BEST_OF_VARIANT, _VARIANT, orders, quietest)
 
 
 def _finished(*columns: Any) -> Select[Any]:
-    """Where a challenger's newest source has finals.
+    """Problems at which a challenger's newest source has finals.
 
     Finals of kernels that have changed since must not hide what was measured of the new ones.
     """
@@ -116,12 +134,12 @@ def _parsed(connection: Connection, reader: Reader, *where: Any) -> Iterator[tup
             continue  # It was skipped and counted already, or is not there.
         try:
             parse.check_op(variant, problem)
-            own = reader.trial(row._mapping)
-            parsed = {name: own[name] for name in _OF_ROWS} | {
+            values = reader.trial(row._mapping)
+            parsed = {name: values[name] for name in _OF_ROWS} | {
                 "problem": problem,
                 "candidate": reader.candidate(problem.op, variant.name, row.config),
                 "source_hash": variant.source_hash,
-                "created_at": own["created_at"].isoformat(),
+                "created_at": values["created_at"].isoformat(),
                 "trial_id": parse.id_of(row.id),
             }
         except ValueError as error:
@@ -136,24 +154,25 @@ def ok_rows(
     world_size: int,
     reader: Reader,
     *,
-    here: Environment | None = None,
+    serving: Environment | None = None,
     layer: str = "user",
     layer_rank: int = 0,
     borrowed: bool = False,
     like: Problem | None = None,
 ) -> list[Row]:
-    """The rows that a snapshot needs of one database: every final, and the best of each variant where there are none.
+    """The rows that a snapshot needs of one database: finals, and the best of each variant where there are none.
 
-    With `like` only of problems that may answer for that one. Rows of other software than `here` are marked as drift.
+    With `like`, only rows of problems that may answer for it. Rows of other software than `serving` has are marked as
+    drift.
     """
     of_world = _of_world(world_size, like)
     found: list[Row] = []
     for environment_id, environment in sorted(environments.items()):
-        drift = here is not None and is_drift(here, environment)
-        there = TrialRow.environment_id == environment_id
-        unfinished = of_world.where(ProblemRow.id.not_in(_finished(TrialRow.problem_id).where(there)))
-        finals = _newest(_IS_FINAL, there, TrialRow.problem_id.in_(of_world))
-        searched = _best_searched(there, TrialRow.problem_id.in_(unfinished))
+        drift = serving is not None and is_drift(serving, environment)
+        in_environment = TrialRow.environment_id == environment_id
+        unfinished = of_world.where(ProblemRow.id.not_in(_finished(TrialRow.problem_id).where(in_environment)))
+        finals = _finals(in_environment, TrialRow.problem_id.in_(of_world))
+        searched = _best_searched(in_environment, TrialRow.problem_id.in_(unfinished))
         found += [
             Row(environment=environment, drift=drift, borrowed=borrowed, layer=layer, layer_rank=layer_rank, **parsed)
             for _, parsed in _parsed(connection, reader, TrialRow.id.in_(union_all(finals, searched)))
@@ -222,23 +241,47 @@ def fetch(
     like: Problem | None = None,
 ) -> Fetched:
     """Read what `build_snapshot` takes of one database."""
-    own = query.environments_like(connection, environment, reader)
+    local = query.environments_like(connection, environment, reader)
     stored = query.load_environments(connection, reader) if borrow else {}
     found = loans(environment, borrow, stored.values())
-    lent = {key: there for key, there in stored.items() if there in found and found[there] is None}
+    lent = {key: other for key, other in stored.items() if other in found and found[other] is None}
     rows: list[Row] = []
     failures: list[list[_Failed]] = []
-    for environments in (own, lent):
-        asked = (connection, environments, world_size, reader)
+    for environments in (local, lent):
+        arguments = (connection, environments, world_size, reader)
         marks: dict[str, Any] = {"layer": layer, "layer_rank": layer_rank, "borrowed": environments is lent}
-        rows += ok_rows(*asked, here=environment, like=like, **marks) if environments else []
-        failures.append(_failed_trials(*asked, like) if environments else [])
-    pins = query.pins(connection, reader, PinRow.environment_id.in_(list(own)))
+        rows += ok_rows(*arguments, serving=environment, like=like, **marks) if environments else []
+        failures.append(_failed_trials(*arguments, like) if environments else [])
+    pins = query.pins(connection, reader, PinRow.environment_id.in_(list(local)))
     pins = [pin for pin in pins if pin.problem.world_size == world_size]
     return Fetched(layer, layer_rank, rows, failures[0], failures[1], pins, found)
 
 
 # Building
+
+
+def row_of(trial: Trial) -> Row:
+    """The row of an ok trial that was just measured."""
+    assert trial.latency_p50_us is not None
+    names = ("problem", "candidate", "source_hash", "environment", *_OF_ROWS)
+    return Row(**{name: getattr(trial, name) for name in names}, created_at=trial.created_at.isoformat())
+
+
+def snapshot_of(environment: Environment, world_size: int, trials: Iterable[Trial]) -> Snapshot:
+    """The snapshot of trials that were measured in this environment."""
+    rows, failures = list[Row](), list[_Failed]()
+    for trial in trials:
+        if trial.status == "ok":
+            rows.append(row_of(trial))
+        elif trial.status in DANGEROUS:
+            failure = Failure(
+                problem=trial.problem,
+                candidate=trial.candidate,
+                source_hash=trial.source_hash,
+                status=trial.status,
+            )
+            failures.append((trial.created_at.isoformat(), failure))
+    return build_snapshot(environment, world_size, [Fetched("user", 0, rows, failures, [], [], {})])
 
 
 def build_snapshot(
@@ -247,8 +290,9 @@ def build_snapshot(
     """Merge databases into a snapshot.
 
     For each candidate and problem the most conclusive row is kept: finals before others, the same software before
-    older, nearer layers before farther ones, then the newest. A borrowed row is a guess: it gives way to any row of
-    this hardware, and is not kept for candidates that failed in the family, here or there.
+    older, nearer layers before farther ones, then the newest beside which the library was not disturbed. A borrowed row
+    is a guess: it gives way to any row of this hardware, and is not kept for candidates that failed in the family, here
+    or there.
     """
     # Thousands of rows refer to the same few hundred problems and candidates, which are slow to compare.
     problems: Numbers[Problem] = Numbers()
@@ -261,15 +305,13 @@ def build_snapshot(
         return (problems.values[key[0]].family, candidates.values[key[1]], key[2])
 
     def merge(rows: Iterable[Row], failures: Iterable[_Failed]) -> tuple[dict[_Key, Row], dict[_Key, _Failed]]:
-        """The row to keep of each candidate, and the latest failure of those that were not good since."""
-        kept: dict[_Key, Row] = {}
-        good: dict[_Key, str] = {}
-        failed: dict[_Key, _Failed] = {}
+        """The row to keep of each candidate, and the latest failure of candidates that were not good since."""
+        measured: dict[_Key, list[Row]] = {}
         for row in rows:
-            place = key(row)
-            good[place] = max(row.created_at, good.get(place, ""))
-            if place not in kept or _weight(row) > _weight(kept[place]):
-                kept[place] = row
+            measured.setdefault(key(row), []).append(row)
+        good = {place: max(row.created_at for row in group) for place, group in measured.items()}
+        kept = {place: _most_conclusive(group) for place, group in measured.items()}
+        failed: dict[_Key, _Failed] = {}
         for failure in failures:
             place = key(failure[1])
             latest = failed.get(place, failure)
@@ -280,12 +322,12 @@ def build_snapshot(
     def of_all(name: str) -> list[Any]:
         return [item for database in databases for item in getattr(database, name)]
 
-    own, failed = merge((row for row in of_all("rows") if not row.borrowed), of_all("failures"))
-    rows = [row for place, row in own.items() if place not in failed]
+    local, failed = merge((row for row in of_all("rows") if not row.borrowed), of_all("failures"))
+    rows = [row for place, row in local.items() if place not in failed]
     lent, lent_failed = merge((row for row in of_all("rows") if row.borrowed), of_all("lent_failures"))
     doubtful = {family(place) for place in (*failed, *lent_failed)} if lent else set()
-    borrowed = [row for place, row in lent.items() if place not in own and family(place) not in doubtful]
-    found = {there: why for database in databases for there, why in database.loans.items()}
+    borrowed = [row for place, row in lent.items() if place not in local and family(place) not in doubtful]
+    found = {other: why for database in databases for other, why in database.loans.items()}
     return Snapshot(
         environment=environment,
         world_size=world_size,
@@ -296,11 +338,18 @@ def build_snapshot(
     )
 
 
-def _weight(row: Row) -> tuple[Any, ...]:
-    """More for what is more conclusive of one candidate: by tier, then the newest; never by row id."""
-    # Equal times are told apart by content, so that the order of storing never matters.
-    content = (-row.latency_p50_us, row.samples, row.baseline_p50_us or 0.0, row.environment.digest)
-    return (*(-part for part in row.tier), row.created_at, *content)
+def _most_conclusive(rows: Sequence[Row]) -> Row:
+    """The row of one candidate to keep: of the best tier the newest one that is undisturbed; never by row id."""
+    if len(rows) == 1:
+        return rows[0]
+    tier = min(row.tier for row in rows)
+
+    def weight(row: Row) -> tuple[Any, ...]:
+        # Equal times are told apart by content, so that the order of storing never matters.
+        content = (-row.latency_p50_us, row.samples, row.baseline_p50_us or 0.0, row.environment.digest)
+        return (row.created_at, *content)
+
+    return max(undisturbed([row for row in rows if row.tier == tier]), key=weight)
 
 
 def _nearest_pins(databases: Iterable[Fetched]) -> tuple[Pinned, ...]:
@@ -323,14 +372,14 @@ def _one_a_family(failed: Iterable[_Failed]) -> tuple[Failure, ...]:
     return tuple(kept.values())
 
 
-def _drift_notes(here: Environment, rows: Sequence[Row]) -> tuple[str, ...]:
+def _drift_notes(environment: Environment, rows: Sequence[Row]) -> tuple[str, ...]:
     drifted = [row.environment for row in rows if row.drift]
     changes = sorted(
         {
-            f"{name} {getattr(there, name) or '(none)'} → {getattr(here, name) or '(none)'}"
-            for there in {id(there): there for there in drifted}.values()
+            f"{name} {getattr(other, name) or '(none)'} → {getattr(environment, name) or '(none)'}"
+            for other in {id(other): other for other in drifted}.values()
             for name in SOFT_FIELDS
-            if name != "tunedcomm" and getattr(there, name) != getattr(here, name)
+            if name != "tunedcomm" and getattr(other, name) != getattr(environment, name)
         }
     )
     note = (
@@ -350,19 +399,33 @@ def _borrow_notes(rows: Iterable[Row]) -> tuple[str, ...]:
 
 def _loan_notes(borrow: Sequence[str], found: Mapping[Environment, str | None]) -> list[str]:
     """Remarks on named hardware that does not serve."""
-    refused = {f"nothing is borrowed from {there}: {why}" for there, why in found.items() if why is not None}
-    unknown = [name for name in borrow if not any(matches(name, there) for there in found)]
+    refused = {f"nothing is borrowed from {other}: {why}" for other, why in found.items() if why is not None}
+    unknown = [name for name in borrow if not any(matches(name, other) for other in found)]
     return sorted(refused) + [f"nothing is borrowed from {name!r}: no database holds such hardware" for name in unknown]
+
+
+def winners_of(
+    connection: Connection,
+    reader: Reader,
+    *,
+    environment: Environment,
+    problems: Sequence[Problem],
+    catalog: Registered,
+) -> dict[Problem, Decision]:
+    """Dispatch's answers at problems of one world size, by this database alone, if nothing is pinned."""
+    world_size = problems[0].world_size
+    fetched = fetch(connection, reader, environment=environment, world_size=world_size)
+    return winners(build_snapshot(environment, world_size, [fetched]), catalog, problems)
 
 
 # What dispatch and `explain` need of a database: winners and runners-up, what must not run, and what explains both
 #
-# Kept of the trials: the newest final of each candidate; of what was only searched, the best few candidates of each
-# variant that has no final there, and of every variant where a snapshot would look at them, at problems that none of
-# the current kernels has finals for; candidates that were incorrect, crashed or hung, with the newest good trial of
-# each; and how a variant's last trial of a problem ended, where it never ran there, which `explain` gives as the
-# reason. Kept of the rest: pins, what trials and pins refer to, and each variant's newest source. So a snapshot has the
-# digest that it had before.
+# Kept of the trials: the newest final of each candidate, and the final of its quietest run; of what was only searched,
+# the best few candidates of each variant that has no final there, and of every variant where a snapshot would look at
+# them, at problems that none of the current kernels has finals for; candidates that were incorrect, crashed or hung,
+# with the newest good trial of each; and how a variant's last trial of a problem ended, where it never ran there, which
+# `explain` gives as the reason. Kept of the rest: pins, what trials and pins refer to, and each variant's newest
+# source. So a snapshot has the digest that it had before.
 
 
 def needed_trials() -> Select[Any]:
@@ -374,10 +437,10 @@ def needed_trials() -> Select[Any]:
     failed = TrialRow.status.in_(DANGEROUS)
     last_first = (TrialRow.created_at.desc(), TrialRow.id.desc())
     kept = (
-        _newest(_IS_FINAL),
+        _finals(),
         _best_searched(searched),
         _newest(tuple_(*candidate).in_(select(*candidate).where(failed))),
-        _first(1, _VARIANT, last_first, TrialRow.status != "infeasible", variant.not_in(ran)),
+        _first(1, _VARIANT, [last_first], TrialRow.status != "infeasible", variant.not_in(ran)),
     )
     return select(TrialRow.id).where(or_(failed, *map(TrialRow.id.in_, kept)))
 

@@ -28,7 +28,15 @@ _Thing = TypeVar("_Thing", Problem, Environment, StoredVariant)
 class Database:
     """A tuning database. Use as a context manager; safe for concurrent threads and processes.
 
-    Trials are only ever added: `record` never changes or removes a row. Make one after a fork, not before.
+    Trials are only ever added: `record` never changes or removes a row. Open it after a fork, not before.
+
+    Example:
+        with Database.open("tuned.db") as database:
+            for trial in database.trials(op="all_reduce", world_size=4):
+                print(trial.candidate, trial.status, trial.latency_p50_us)
+            database.record([replace(trial, final=True)])
+            problem, environment = trial.problem, trial.environment
+            database.pin(problem, trial.candidate, environment=environment, reason="until the driver is mended")
 
     Attributes:
         path: the SQLite file, or None for a server.
@@ -131,15 +139,22 @@ class Database:
                     f"{self._target} was written by another host or user while it was read; read again"
                 )
 
-    def change(self, change: Callable[[Connection], T]) -> T:
+    def change(
+        self,
+        change: Callable[[Connection], T],
+        *,
+        is_stored: Callable[[Connection, T], bool] = lambda _connection, _result: True,
+    ) -> T:
         """Run `change` in one transaction that writes, all or nothing; again while the database is away or locked.
 
-        Nothing is done twice: when a connection breaks during a commit, PostgreSQL is asked what became of it.
+        Nothing is done twice: when a connection breaks during a commit, PostgreSQL is asked what became of it. A server
+        that crashes may forget a transaction and give its id to another one, so `is_stored` also looks for the rows of
+        the result; the default trusts the server.
         """
         if self.readonly:
             raise DatabaseAccessError(f"{self._target} is open for reading only; open it without readonly to write")
-        # Number and result of a transaction that a server was asked to commit. A commit that SQLite refuses has not
-        # been carried out; another server, which cannot be asked, gets no second attempt.
+        # Id and result of a transaction that PostgreSQL was asked to commit. SQLite: a refused commit did not happen,
+        # so retry. Other servers: we cannot know, so do not retry.
         sent: tuple[int, T] | None = None
         dialect = self._engine.dialect.name
 
@@ -151,18 +166,29 @@ class Database:
                 connection.begin(),
             ):
                 if sent is not None:
-                    state = connection.execute(select(func.txid_status(literal(sent[0], BigInteger)))).scalar()
-                    if state == "committed":
-                        return sent[1]
+                    state = _transaction_state(connection, sent[0])
                     if state == "in progress":
                         raise DatabaseBusyError(f"{self._target} has not ended a transaction whose connection broke")
+                    if state == "committed" and is_stored(connection, sent[1]):
+                        return sent[1]
                 found, sent = change(connection), None
                 if dialect == "postgresql":
-                    number = connection.execute(select(func.txid_current_if_assigned())).scalar()
-                    sent = None if number is None else (number, found)
+                    transaction_id = connection.execute(select(func.txid_current_if_assigned())).scalar()
+                    sent = None if transaction_id is None else (transaction_id, found)
             return found
 
         return engine.retry(attempt, self._patience_s if dialect in ("sqlite", "postgresql") else 0.0)
+
+    def _add(self, model: type[Base], rows_of: Callable[[Connection], list[dict[str, Any]]]) -> list[int]:
+        """Add the rows that `rows_of` makes in the same transaction; returns their ids in the same order."""
+        rows: list[dict[str, Any]] = []
+
+        def insert_rows(connection: Connection) -> list[int]:
+            nonlocal rows
+            rows = rows_of(connection)
+            return _insert(connection, model, rows)
+
+        return self.change(insert_rows, is_stored=lambda connection, ids: _are_stored(connection, model, ids, rows))
 
     def ask(self, ask: Callable[[Connection, Reader], T]) -> T:
         """Run `ask` in one transaction that reads, again while the database is away; warn of rows that it skipped."""
@@ -193,7 +219,7 @@ class Database:
             raise ValueError(f"seed must fit in 64 bits, got {seed}")
         values: dict[str, Any] = {"command": command, "seed": seed, "budget": budget, "host": host, "user": login()}
         values |= {"version": VERSION, "started_at": utc_now()}
-        return self.change(lambda connection: _insert(connection, RunRow, [values])[0])
+        return self._add(RunRow, lambda _: [values])[0]
 
     def finish_run(self, run_id: int) -> None:
         """Note that the run ended of its own accord."""
@@ -212,25 +238,24 @@ class Database:
         """
         batch = list(records)
 
-        def append(connection: Connection) -> list[int]:
-            ids = _insert(connection, TrialRow, trial_rows(connection, batch))
+        def rows_of(connection: Connection) -> list[dict[str, Any]]:
             then(connection)
-            return ids
+            return trial_rows(connection, batch)
 
-        return self.change(append) if batch else []
+        return self._add(TrialRow, rows_of) if batch else []
 
     def pin(self, problem: Problem, candidate: Candidate, *, environment: Environment, reason: str) -> int:
         """Override what is dispatched for `problem` on machines like `environment`; replaces an earlier pin."""
         values: dict[str, Any] = {"variant": candidate.variant, "config": canonical_json(candidate.config_dict)}
         values |= {"reason": reason, "user": login(), "created_at": utc_now()}
 
-        def replace(connection: Connection) -> int:
+        def replace(connection: Connection) -> list[dict[str, Any]]:
             values["problem_id"] = get_or_create(connection, [problem])[problem]
             values["environment_id"] = get_or_create(connection, [environment])[environment]
             _remove_pins(connection, problem, environment)
-            return _insert(connection, PinRow, [values])[0]
+            return [values]
 
-        return self.change(replace)
+        return self._add(PinRow, replace)[0]
 
     def unpin(self, problem: Problem, *, environment: Environment) -> bool:
         """Remove the pin of `problem` on machines like `environment`; False if there was none."""
@@ -248,8 +273,8 @@ class Database:
     ) -> list[Trial]:
         """Trials that match every given filter, oldest first.
 
-        With `after_id`, those of a higher id. A server gives ids out before rows can be seen: whoever follows what
-        others add asks from some ids further back than the last one that was seen.
+        With `after_id`, only trials with a higher id. A server assigns ids before rows become visible: to follow a
+        growing table, start some ids before the last one seen.
         """
         digest = None if problem is None else problem.digest
         of = _equal((ProblemRow.op, op), (ProblemRow.world_size, world_size), (ProblemRow.digest, digest))
@@ -259,11 +284,11 @@ class Database:
         return self.ask(lambda connection, reader: query.trials(connection, reader, *where))
 
     def environments(self, *, op: str | None = None, world_size: int | None = None) -> list[Environment]:
-        """Every environment, in the order in which they were first seen; those where something of `op` ran, if given.
+        """Every environment, in the order in which they were first seen.
 
         Args:
-            op: only those with an ok trial of this op.
-            world_size: only those with an ok trial of this world size.
+            op: only environments with an ok trial of this op.
+            world_size: only environments with an ok trial of this world size.
         """
         ran = select(TrialRow.id).where(
             TrialRow.environment_id == EnvironmentRow.id,
@@ -278,9 +303,9 @@ class Database:
         """The dtypes in which `op` has an ok trial of this world size on hardware like `environment`."""
 
         def ask(connection: Connection, reader: Reader) -> set[str]:
-            there = TrialRow.environment_id.in_(query.environments_like(connection, environment, reader))
+            like = TrialRow.environment_id.in_(query.environments_like(connection, environment, reader))
             of = _equal((ProblemRow.op, op), (ProblemRow.world_size, world_size))
-            ran = select(TrialRow.id).where(TrialRow.problem_id == ProblemRow.id, TrialRow.status == "ok", there)
+            ran = select(TrialRow.id).where(TrialRow.problem_id == ProblemRow.id, TrialRow.status == "ok", like)
             found = connection.execute(select(query.raw(ProblemRow.dtype)).where(*of, ran.exists()).distinct())
             return set(found.scalars()).intersection(DTYPES)
 
@@ -366,7 +391,7 @@ def trial_rows(connection: Connection, trials: Sequence[Trial]) -> list[dict[str
 
 
 def get_or_create(connection: Connection, things: Iterable[_Thing]) -> dict[_Thing, int]:
-    """Ids of problems, of environments or of variants; those that are new are added.
+    """Ids of problems, of environments or of variants; new ones are added.
 
     Raises:
         DatabaseCorruptError: a stored row is damaged: readers would skip it, and with it what refers to it.
@@ -413,6 +438,22 @@ def _insert(connection: Connection, model: Any, rows: list[dict[str, Any]]) -> l
             f"table {model.__tablename__} of the database was made by another program; move it away"
         )
     return ids
+
+
+def _are_stored(connection: Connection, model: type[Base], ids: list[int], rows: list[dict[str, Any]]) -> bool:
+    """True if the rows with these ids are the ones given."""
+    columns = query.table(model).columns
+    names = [name for name in rows[0] if name != "error"]  # NaN equals nothing
+    near = select(columns.id, *(columns[name] for name in names)).where(columns.id.between(min(ids), max(ids)))
+    stored = {id_: values for id_, *values in connection.execute(near)}
+    return all(stored.get(id_) == [row[name] for name in names] for id_, row in zip(ids, rows, strict=True))
+
+
+def _transaction_state(connection: Connection, transaction_id: int) -> str | None:
+    """The state of an earlier transaction on PostgreSQL; None if a crash of the server forgot it."""
+    if connection.execute(select(func.txid_current())).scalar_one() <= transaction_id:
+        return None
+    return connection.execute(select(func.txid_status(literal(transaction_id, BigInteger)))).scalar()
 
 
 def _remove_pins(connection: Connection, problem: Problem, environment: Environment) -> bool:

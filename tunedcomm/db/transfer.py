@@ -25,21 +25,20 @@ from typing import Any, Literal, TextIO, TypeAlias, get_args
 
 from sqlalchemy import Connection, delete, func, insert, select
 
-from tunedcomm.db.copying import Absorbed, absorb
 from tunedcomm.db.diff import Comparison, StoredCatalog, compare
 from tunedcomm.db.engine import connected, create_file, ensure_schema, leftovers, parse_target, prepare_file
 from tunedcomm.db.jsonl import lines
 from tunedcomm.db.layers import identity_of
 from tunedcomm.db.manifest import make_manifest, manifest_path, verify_manifest
-from tunedcomm.db.nccl_csv import nccl_csv
 from tunedcomm.db.query import table
 from tunedcomm.db.records import Skipped, canonical_json
 from tunedcomm.db.schema import PinRow, TrialRow
 from tunedcomm.db.snapshot import keep_needed
 from tunedcomm.db.store import Database
+from tunedcomm.db.stream import Absorbed, absorb
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 
-Form: TypeAlias = Literal["sqlite", "jsonl", "nccl-csv"]
+Form: TypeAlias = Literal["sqlite", "jsonl"]
 FORMS: tuple[str, ...] = get_args(Form)
 _CLUSTER = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
 
@@ -56,7 +55,7 @@ class Transfer:
         sources: what each source holds, and how much of it an earlier source holds too.
         added: trials that the target did not have.
         verified: sources that are what the manifest beside them says.
-        comparisons: for each environment of the target what it answers now and answered before; of `merge` alone.
+        comparisons: answers before and after, for each environment of the target; of `merge` alone.
     """
 
     target: str
@@ -67,7 +66,7 @@ class Transfer:
 
 
 def import_databases(sources: Sequence[str | Path], into: str | Path) -> Transfer:
-    """Add what the sources hold to a database, which is made if there is none. Every value is checked.
+    """Add the sources' rows to a database, created if missing. Every value is checked.
 
     Args:
         sources: files of JSON lines, SQLite files or URLs of servers, from anywhere.
@@ -75,7 +74,7 @@ def import_databases(sources: Sequence[str | Path], into: str | Path) -> Transfe
 
     Raises:
         DatabaseAccessError: a source or the database cannot be read or written.
-        DatabaseCorruptError: a source is not what its manifest says, or a line or row makes no sense; it is named.
+        DatabaseCorruptError: a source differs from its manifest, or a line or row makes no sense; it is named.
         DatabaseVersionError: a source or the database is of a later schema than this tunedcomm.
         DatabaseError: anything else that is wrong with a database. Nothing was added then.
     """
@@ -83,7 +82,7 @@ def import_databases(sources: Sequence[str | Path], into: str | Path) -> Transfe
 
 
 def merge_databases(sources: Sequence[str | Path], into: str | Path) -> Transfer:
-    """Add what the sources hold to a database, which is made if there is none, and say what it answers otherwise.
+    """Add the sources' rows to a database, created if missing, and compare its answers before and after.
 
     Args:
         sources: as of `import_databases`; a directory stands for its `*.db` files.
@@ -154,7 +153,7 @@ class Export:
 
     Attributes:
         path: the file; None where it was a stream.
-        form: `sqlite`, `jsonl` or `nccl-csv`.
+        form: `sqlite` or `jsonl`.
         sha256: of its bytes.
         num_bytes: its size.
         rows: what `Database.stats` says of the rows that it was made of.
@@ -181,19 +180,17 @@ def export_database(
     *,
     form: Form = "sqlite",
     everything: bool = False,
-    hardware: str | None = None,
     force: bool = False,
 ) -> Export:
-    """Write what dispatch and `explain` need of the sources to one new file, with its manifest beside it.
+    """Export the rows of the sources that dispatch and `explain` need to one new file, with its manifest beside it.
 
-    Several sources are merged: what they have in common is there once, trials are appended.
+    Several sources are merged; common rows are written once.
 
     Args:
         sources: at least one SQLite file, file of JSON lines or URL of a server; none is changed.
         out: the file to write, which appears complete or not at all; or, except for SQLite, an open text stream.
-        form: what to write; see `nccl_csv` for what that format can say.
+        form: what to write.
         everything: leave no row out.
-        hardware: for `nccl-csv`, part of the GPU's name or the first digits of the environment's digest.
         force: replace `out` if this function wrote it, as the manifest beside it says, or if it is a database or a file
             of JSON lines all of whose trials and pins the sources hold.
 
@@ -203,7 +200,6 @@ def export_database(
         DatabaseVersionError: a source has a later schema than this tunedcomm.
         DatabaseBusyError: `out` is open in another process.
         DatabaseAwayError: a server does not answer.
-        UnknownNameError: `nccl-csv` of several kinds of hardware, and `hardware` names none of them or several.
     """
     if not sources:
         raise ValueError("an export needs at least one source database, got none")
@@ -221,10 +217,13 @@ def export_database(
             folder = Path(scratch)
             if path is not None and path.exists():
                 _check_replaced(path, sources, folder)
-            taken = None if form == "sqlite" else skipped
-            file, absorbed, held = _gather(sources, folder, taken, everything=everything)
-            built = file if form == "sqlite" else _write_text(file, form, folder, hardware)
-            with Database.open(file, readonly=True, immutable=form == "sqlite" or None) as database:
+            accepted = None if form == "sqlite" else skipped
+            file, absorbed, held = _gather(sources, folder, accepted, everything=everything)
+            built = file if form == "sqlite" else folder / "built.jsonl"
+            with Database.open(file, readonly=True, immutable=True) as database:
+                if form == "jsonl":
+                    with database.reading() as connection, built.open("w", encoding="utf-8", newline="\n") as text:
+                        text.writelines(f"{canonical_json(line)}\n" for line in lines(connection))
                 facts = make_manifest(
                     built,
                     database,
@@ -233,15 +232,15 @@ def export_database(
                     everything=everything,
                     left_out=held - database.stats()["trials"],
                     sources=[asdict(source) for source in absorbed],
-                    command=_command(sources, out, form, everything=everything, hardware=hardware),
+                    command=_command(sources, out, form, everything=everything),
                 )
             if path is None:
                 assert not isinstance(out, (str, Path))
                 out.write(built.read_text(encoding="utf-8"))
             else:
                 beside = folder / "manifest.json"
-                text = json.dumps(facts, indent=2, sort_keys=True, ensure_ascii=False)
-                beside.write_text(f"{text}\n", encoding="utf-8")
+                plain = json.dumps(facts, indent=2, sort_keys=True, ensure_ascii=False)
+                beside.write_text(f"{plain}\n", encoding="utf-8")
                 built.replace(path)
                 beside.replace(manifest_path(path))
     except OSError as error:
@@ -286,10 +285,10 @@ def _check_out(path: Path, sources: Sequence[str | Path], *, force: bool) -> Non
     """Refuse to replace what an export must not replace, and make the directory of a new file."""
     if identity_of(path) in map(identity_of, sources):
         raise DatabaseAccessError(f"{path} is one of the sources and would lose trials; give another path to write to")
-    for there in (path, manifest_path(path)):
-        if os.path.lexists(there) and not force:
+    for existing in (path, manifest_path(path)):
+        if os.path.lexists(existing) and not force:
             raise DatabaseAccessError(
-                f"{there} exists already; give another path, or --force (force=True) to replace it"
+                f"{existing} exists already; give another path, or --force (force=True) to replace it"
             )
     if not path.is_file():
         prepare_file(path, create=True)
@@ -359,22 +358,9 @@ def _order_trials(connection: Connection) -> None:
     connection.execute(delete(TrialRow).where(TrialRow.id <= held))
 
 
-def _write_text(file: Path, form: Form, folder: Path, hardware: str | None) -> Path:
-    """Write a format other than SQLite; returns the file."""
-    built = folder / "built.txt"
-    with built.open("w", encoding="utf-8", newline="\n") as out:
-        if form == "nccl-csv":
-            out.writelines(f"{text}\n" for text in nccl_csv(file, hardware=hardware))
-        else:
-            with Database.open(file, readonly=True) as database, database.reading() as connection:
-                out.writelines(f"{canonical_json(line)}\n" for line in lines(connection))
-    return built
-
-
-def _command(sources: Sequence[str | Path], out: object, form: Form, *, everything: bool, hardware: str | None) -> str:
+def _command(sources: Sequence[str | Path], out: object, form: Form, *, everything: bool) -> str:
     """The command that makes the file where there is none yet; without passwords."""
     words = ["tunedcomm", "db", "export", *(word for s in sources for word in ("--db", str(parse_target(s))))]
     words += ["--format", form] if form != "sqlite" else []
     words += ["--all"] if everything else []
-    words += ["--hardware", hardware] if hardware is not None else []
     return shlex.join([*words, str(out)])

@@ -8,6 +8,7 @@ the digest; after that a choice is a pure function of the snapshot and the probl
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import logging
 import os
@@ -15,185 +16,61 @@ import sys
 import time
 import weakref
 from collections import Counter as CounterOf
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
-from tunedcomm import kernels, settings
+from tunedcomm import kernels
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import Layer, LayerFingerprint, differences, layer_fingerprints, load_snapshot
-from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWatch, no_intercept, wrap_launch
+from tunedcomm.db.misses import Counter, Note
+from tunedcomm.dispatch.agreement import (
+    AgreedSettings,
+    agree,
+    first_difference,
+    make_memory_everywhere,
+    on_every_rank,
+    policies,
+)
+from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWatch, Queue, no_intercept, wrap_launch
 from tunedcomm.errors import (
     AgreementError,
+    GroupAbortedError,
     GroupError,
     InfeasibleError,
     NotInitializedError,
+    PeerTimeoutError,
+    TunedCommError,
     TuningError,
     WorkspaceError,
 )
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
-from tunedcomm.kernels.common import sync
 from tunedcomm.kernels.common.launch import within
-from tunedcomm.selection.snapshot import Snapshot, gc_paused
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_variant, ops, variants
+from tunedcomm.kernels.moe.op import Overflow
+from tunedcomm.selection.snapshot import Snapshot
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_variant
+from tunedcomm.state import clean_thread
 from tunedcomm.symm.buffer import SymmetricBuffer
+from tunedcomm.symm.control import Control
+from tunedcomm.symm.exchange import AFTERWARDS, exchange, leave, set_up
 from tunedcomm.symm.layout import LaneLayout, limits_for
 from tunedcomm.symm.nodes import NodeGroups, NoWorkspace, make_node_groups, node_name, nodes_of, ranks_per_node
 from tunedcomm.symm.ring import HostRing
 from tunedcomm.symm.workspace import Workspace
 
-if TYPE_CHECKING:
-    from tunedcomm.dispatch.misses import Counter, Note
-
 logger = logging.getLogger("tunedcomm")
 
-T = TypeVar("T")
-# The policies of the blocks of `tunedcomm.numerics` that are open, the innermost last.
-policies: list[NumericsPolicy] = []
 # Attributes of a communicator that reach its process group.
 _HOLD_GROUPS = (
     *("group", "workspace", "_no_workspace", "node_groups", "plans", "fast_calls", "_captured", "_retired"),
-    "_watched",
 )
-
-
-def _source_hashes() -> dict[str, str]:
-    with gc_paused():
-        return {f"{v.op}.{v.name}": kernels.source_hash(v) for op in ops() for v in variants(op).values()}
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedSettings:
-    """The settings that change dispatch, read when it is made: the same on every rank, fixed when the group is made.
-
-    Attributes:
-        device: `cuda` or `cpu`.
-        interpreted: kernels were made for Triton's interpreter.
-        sources: variant to source hash, so that ranks with different code do not choose from the same rows differently.
-
-    The others are environment variables.
-
-    Raises:
-        SettingError: a variable holds a value that it does not take.
-    """
-
-    device: str
-    interpreted: bool = field(default_factory=lambda: bool(sync.INTERPRET))
-    autotune: float | str = field(default_factory=settings.autotune)
-    mode: str = field(default_factory=settings.mode)
-    forced: Mapping[str, str] = field(default_factory=settings.forced_all)
-    borrow: tuple[str, ...] = field(default_factory=settings.borrow)
-    check: tuple[int, bool] = field(default_factory=settings.check)
-    debug: bool = field(default_factory=settings.debug)
-    nan_check: bool = field(default_factory=settings.nan_check)
-    node_of_rank: tuple[int, ...] = field(default_factory=settings.node_of_rank)
-    numerics: str = field(default_factory=settings.numerics)
-    peer_timeout_s: float = field(default_factory=settings.peer_timeout_s)
-    workspace_bytes: int = field(default_factory=settings.workspace_bytes)
-    sources: Mapping[str, str] = field(default_factory=_source_hashes)
-
-    def fields(self) -> dict[str, Any]:
-        """The values to compare, one for each variable and source."""
-        values = asdict(self)
-        sources = values.pop("sources")
-        here = {"tunedcomm.numerics": policies[-1]} if policies else {}
-        return {**values, **here, **{f"source hash of {name}": text for name, text in sources.items()}}
-
-
-def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
-    """Every rank's `value`, by rank."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
-
-
-def on_every_rank(group: dist.ProcessGroup, what: str, make: Callable[[], T]) -> list[T]:
-    """`make()` of every rank, by rank.
-
-    Raises:
-        Exception: what the caller's own `make` raised, once the other ranks know: they would wait for it.
-        AgreementError: another rank's `make` raised.
-    """
-    mine, failure = None, None
-    try:
-        mine = make()
-    except Exception as error:  # noqa: BLE001 - raised below
-        failure = error
-    theirs = exchange(group, (mine, failure and f"{type(failure).__name__}: {failure}"))
-    if failure is not None:
-        try:
-            raise failure
-        finally:
-            # A frame that holds its own exception is a cycle: it would keep the group alive to the very end of the
-            # interpreter, which gloo's threads then abort.
-            failure = None
-    for rank, (_, text) in enumerate(theirs):
-        if text:
-            raise AgreementError(f"rank {rank} of the group could not {what}: {text}")
-    return [value for value, _ in theirs]
-
-
-def agree(group: dist.ProcessGroup, what: str, make: Callable[[], T], fields_of: Callable[[T], Mapping[str, Any]]) -> T:
-    """`make()`, whose fields must be equal on every rank.
-
-    Raises:
-        Exception: what the caller's own `make` raised.
-        AgreementError: another rank's `make` raised, or a field differs; the text names the first that does.
-    """
-    made: list[T] = []
-
-    def make_fields() -> Mapping[str, Any]:
-        made.append(make())
-        return fields_of(made[0])
-
-    theirs = on_every_rank(group, f"find out its {what}", make_fields)
-    if difference := first_difference(theirs):
-        raise AgreementError(
-            f"the ranks of the group differ in {what}: {difference}; set the same TUNEDCOMM_* variables and install "
-            "the same version and packages on every rank"
-        )
-    return made[0]
-
-
-def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """The first value in which a rank differs from rank 0, in words; "" if none does."""
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        for name in sorted({*other, *first}):
-            if name not in first or name not in other or first[name] != other[name]:
-                here, there = (repr(values[name]) if name in values else "not there" for values in (first, other))
-                return f"{name} is {here} on rank 0 and {there} on rank {rank}"
-    return ""
-
-
-def make_memory_everywhere(
-    group: dist.ProcessGroup, make: Callable[[], T], *, without: str = "every call goes to the library"
-) -> T | None:
-    """Symmetric memory, or None on every rank if any rank could not have it; a warning says which and why.
-
-    Args:
-        group: process group.
-        make: makes the memory; collective.
-        without: the consequence in words, for the warning.
-    """
-    failure: str | None = None
-    made: T | None = None
-    try:
-        made = make()
-    except WorkspaceError as error:
-        failure = str(error)
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(group, failure)) if text]
-    if failures:
-        logger.warning("no symmetric memory, %s: %s", without, "; ".join(failures))
-        return None
-    return made
 
 
 def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -221,10 +98,12 @@ class Communicator:
         workspace: symmetric memory; None where the ranks cannot address each other.
         ring: shared memory for CPU tensors; None on GPUs, and where the ranks run on several hosts.
         nodes: the node of every rank.
+        control: the words by which the ranks tell each other that the group has ended.
         node_groups: symmetric memory of the own node, and the group across nodes, where the group spans several.
         plans: the dispatcher's cache.
         quarantined: op and variant to the reason why the group does not run it any more.
         fast_calls: the ops' cache of plans with all that a call needs besides.
+        queue: asynchronous calls on CPU tensors; all other calls wait for them.
         noted: on rank 0, problems that were called while somebody wants to tune them; None while nobody does.
 
     Raises:
@@ -238,14 +117,16 @@ class Communicator:
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.settings = agree(group, "settings", lambda: AgreedSettings(device.type), AgreedSettings.fields)
-        self.layout = LaneLayout.for_messages(self.settings.workspace_bytes)
-        self.environment = self._agree_on_hardware()
-        self._make_state()
-        self.nan_watch = NanWatch(device, self.rank) if self.settings.nan_check else None
-        self.snapshot = self._agree_on_snapshot()
         self.quarantined: dict[tuple[str, str], str] = {}
-        self.noted: dict[Problem, Note] | None = {} if self.settings.autotune else None
+        with set_up(group):
+            read = partial(AgreedSettings.read, group, device)
+            self.settings = agree(group, "settings", read, AgreedSettings.fields)
+            self.layout = LaneLayout.for_messages(self.settings.workspace_bytes)
+            self.environment = self._agree_on_hardware()
+            self._make_state()
+            self.nan_watch = NanWatch(device, self.rank) if self.settings.nan_check else None
+            self.snapshot = self._agree_on_snapshot()
+            self.noted: dict[Problem, Note] | None = {} if self.settings.autotune else None
 
     def _make_state(self, *, for_kernels: bool = True) -> None:
         """Make memory and all that is kept of calls."""
@@ -254,6 +135,7 @@ class Communicator:
         self.limits = self._make_memory(limits if for_kernels else replace(limits, symmetric=False))
         self.plans: dict[Any, Any] = {}
         self.fast_calls: dict[Any, Any] = {}
+        self.queue = Queue()
         self.any_symmetric = False
         self._lane_order = LaneOrder(weakref.WeakMethod(self.forget_eager_plans))
         self._captured: dict[int, Any] = {}  # by id: what graphs replay
@@ -261,10 +143,7 @@ class Communicator:
         self._has_graphs = self._has_yielding_eager = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = self.device.index if self.device.type == "cuda" else -1
-        self._watched = self.workspace or (self.node_groups.workspace if self.node_groups else None)
-        self.status_view = self._watched.status_view if self._watched else memoryview(bytearray(1))
-        if self.ring is not None:
-            self.ring.status = self.status_view
+        self.status_view = self.control.status
         self.last_streams = [-1, -1]  # raw handle of the stream that last used the eager and the graph lane
 
     def with_own_memory(self, peer_timeout_s: float, *, for_kernels: bool = True) -> Communicator:
@@ -276,11 +155,12 @@ class Communicator:
         made = copy.copy(self)
         made.settings = replace(self.settings, peer_timeout_s=peer_timeout_s)
         made.nan_watch, made.noted = None, None
-        made._make_state(for_kernels=for_kernels)
+        with set_up(self.group, anew=False):
+            made._make_state(for_kernels=for_kernels)
         return made
 
     def policy(self, numerics: NumericsPolicy | None) -> NumericsPolicy:
-        """The policy of a call: its own, else that of the block of `tunedcomm.numerics`, else TUNEDCOMM_NUMERICS."""
+        """The policy of a call: its own, else the one of a block of `tunedcomm.numerics`, else TUNEDCOMM_NUMERICS."""
         if numerics is not None:
             return numerics
         return policies[-1] if policies else cast("NumericsPolicy", self.settings.numerics)
@@ -319,7 +199,7 @@ class Communicator:
 
     def exchange_faults(self, fault: str) -> list[str]:
         """The faults that ranks have found, each with its rank; the same on every rank. Collective."""
-        found = torch.tensor([int(bool(fault))], device=self.device)
+        found = torch.tensor([int(bool(fault))], dtype=torch.int64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         if not found.item():
             return []
@@ -342,6 +222,16 @@ class Communicator:
                 "in the same order on every rank"
             )
 
+    def refuse_call(self, refusal: TunedCommError) -> NoReturn:
+        """Raise what refuses a call on this rank alone, so that the group ends; with TUNEDCOMM_DEBUG on every rank."""
+
+        def describe() -> Mapping[str, Any]:
+            raise refusal
+
+        self.agree_on_call(describe)
+        refusal.ends_group = self.world_size > 1
+        raise refusal
+
     def _agree_on_hardware(self) -> Environment:
         self.nodes = nodes_of(self.exchange(node_name(self.settings.node_of_rank)))
         index = self.device.index if self.device.type == "cuda" else None
@@ -360,27 +250,36 @@ class Communicator:
         self.workspace: Workspace | None = None
         self.node_groups: NodeGroups | None = None
         self.ring: HostRing | None = None
-        if limits.host_cores:
-            self.ring = make_memory_everywhere(self.group, lambda: HostRing(self.group, timeout_ns=timeout_ns))
-            limits = limits if self.ring else replace(limits, host_cores=0, symmetric=False)
-        if limits.symmetric:
+        shared: Control | None = None
+        if len(set(self.nodes)) == 1 < self.world_size:
+            shared = make_memory_everywhere(
+                self.group, lambda: Control.share(self.group, self.device, timeout_ns=timeout_ns)
+            )
+        control = self.control = shared or Control.alone(self.rank)
+        if limits.host_cores and shared:
+            self.ring = make_memory_everywhere(self.group, lambda: HostRing(self.group, control))
+        if limits.host_cores and self.ring is None:
+            limits = replace(limits, host_cores=0, symmetric=False)
+        if limits.symmetric and shared:
             without = "kernels are left out" if self.ring else "every call goes to the library"
             self.workspace = make_memory_everywhere(
-                self.group, lambda: Workspace(self.group, self.device, layout, timeout_ns=timeout_ns), without=without
+                self.group, lambda: Workspace(self.group, self.device, layout, control), without=without
             )
         if limits.ranks_per_node and limits.ranks_per_node == ranks_per_node(self.nodes):
             self.node_groups = make_memory_everywhere(
                 self.group,
                 lambda: make_node_groups(self.group, self.nodes, self.device, layout, timeout_ns=timeout_ns),
             )
-        self._no_workspace = NoWorkspace(self.group, self.device, self.node_groups, self.ring)
+        if self.node_groups is not None:
+            self.control = self.node_groups.workspace.control
+        self._no_workspace = NoWorkspace(self.group, self.device, self.node_groups, self.control, self.ring)
         if self.workspace is not None:
             self.workspace.ring = self.ring
         spanned = limits.ranks_per_node if self.node_groups else 0
         return replace(limits, symmetric=self.workspace is not None, ranks_per_node=spanned)
 
     def _agree_on_snapshot(self, find: Callable[[], Sequence[Layer] | None] = lambda: None) -> Snapshot:
-        """Rank 0's merged layers on every rank; `find` names them there, None stands for those of every process."""
+        """Rank 0's merged layers on every rank; `find` names them there, None means every process' layers."""
 
         def load() -> tuple[Snapshot | None, tuple[LayerFingerprint, ...]]:
             if self.rank != 0:
@@ -389,7 +288,10 @@ class Communicator:
             return read(layers=find()), layer_fingerprints()
 
         theirs = on_every_rank(self.group, "load the tuning databases", load)
-        if self.rank == 0 and (found := differences([seen for _, seen in theirs])):
+        seen = [each for _, each in theirs]
+        if differences(seen):  # rank 0 may have made a file after the others had looked
+            seen = exchange(self.group, layer_fingerprints())
+        if self.rank == 0 and (found := differences(seen)):
             warn_once(
                 f"the ranks of a group see different tuning databases: {'; '.join(found)}. All of them dispatch from "
                 "what rank 0 has; if that is not meant, set the same TUNEDCOMM_DB and TUNEDCOMM_DB_PATH everywhere"
@@ -405,7 +307,7 @@ class Communicator:
         """Dispatch from what rank 0's databases hold now; plans are made anew. Collective.
 
         Args:
-            find: called on rank 0 before they are read, and names them; None stands for those of every process.
+            find: called on rank 0 before they are read, and names them; None stands for the layers of every process.
 
         Raises:
             Exception: what rank 0's `find` raised; AgreementError on the other ranks.
@@ -442,7 +344,7 @@ class Communicator:
     def captured(self, plan: Any) -> None:
         """Keep a plan that a graph replays, and its buffers, for as long as the communicator.
 
-        From the first one on eager kernels leave room for those of graphs, which may be replayed on any stream.
+        From the first one on eager kernels leave room for graphs' kernels, which may be replayed on any stream.
         """
         self._captured[id(plan)] = plan
         if not self._has_graphs:
@@ -470,12 +372,45 @@ class Communicator:
         for callback in _on_forget:
             callback()
 
+    def abandon(self, what: str, error: BaseException) -> None:
+        """End the group on every rank, for `error` ended the call `what` midway here."""
+        was_told = isinstance(error, GroupAbortedError)
+        self.control.abort(
+            str(error) if isinstance(error, PeerTimeoutError) else f"rank {self.rank} {left_by(what, error)}",
+            timed_out=isinstance(error, PeerTimeoutError) and not was_told,
+        )
+        if not was_told:
+            leave(self.group, error, anew=False)  # peers may wait in an exchange for what the call needs
+
+    @contextlib.contextmanager
+    def whole(self, what: str) -> Iterator[None]:
+        """A block that ends the group on every rank if an exception leaves it midway."""
+        try:
+            yield
+        except BaseException as error:
+            if getattr(error, "ends_group", True):
+                self.abandon(what, error)
+            raise
+
+    def release(self, *, for_graphs: bool) -> None:
+        """Let go of all that the group holds, but, `for_graphs`, the memory of what graphs captured."""
+        if for_graphs and self._captured:
+            _kept_for_graphs.append((self.workspace, self.node_groups, dict(self._captured)))
+        else:
+            self.control.end(released=True)
+            self.status_view[0] = 1
+        Overflow.forget(self.group)
+        self.plans.clear()  # calls hold their communicator, and it them
+        self.fast_calls.clear()
+
+    @clean_thread()
     def bind(self, problem: Problem, candidate: Candidate) -> Launch:
         """A launch of `candidate`; compiles, so never while a graph is captured.
 
         Raises:
             ConfigError: the config is not in the variant's space.
-            InfeasibleError: its blocks do not fit on the GPU, or not beside those of the group's graphs.
+            InfeasibleError: its blocks do not fit on the GPU, or not beside blocks of the group's graphs, or there is
+                no room for the lane that it is the first to use.
         """
         variant = get_variant(candidate.op, candidate.variant)
         config = variant.space.validate(candidate.config_dict)
@@ -484,9 +419,17 @@ class Communicator:
             config["launch_pdl"] = not self._has_graphs  # a kernel launched early takes room and waits: see LaneOrder
             self._has_yielding_eager = True
         with within(SHARE_OF_EAGER if problem.mode == "eager" else 1.0) as residency:
-            launch = variant.bind(problem, config, workspace)
+            try:
+                launch = variant.bind(problem, config, workspace)
+            except WorkspaceError as error:  # on every rank
+                if self.workspace is None or problem.mode in self.workspace.lanes:
+                    raise
+                self.limits = replace(self.limits, symmetric=False)
+                raise InfeasibleError(f"no symmetric memory, kernels are left out from here on: {error}") from error
         if not callable(launch):
             raise TypeError(f"bind of {variant.name} returned {launch!r}, not the function to launch")
+        if self.settings.nvtx and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            launch = wrap_launch(launch, nvtx=f"{problem}: {candidate}")
         if residency.share > SHARE_OF_EAGER:
             if problem.mode == "graph":
                 return self._lane_order.captured(launch)
@@ -496,8 +439,11 @@ class Communicator:
                     f"calls may take {SHARE_OF_EAGER:.0%}, so that both find room on every rank"
                 )
             self._has_yielding_eager = True
-        looks = self.device.type == "cpu" and bool(variant.kernels)
-        return wrap_launch(launch, check_peers=self.check_peers if looks else None)
+        if self.device.type == "cpu" and variant.kernels:
+            return wrap_launch(launch, interpreted=(str(candidate), self.control, self.ring))
+        if self.ring is not None and self.world_size > 1 and not candidate.variant.startswith("host_"):
+            return wrap_launch(launch, meet=partial(self.ring.meet, f"{problem.op} (called eagerly)"))
+        return launch
 
     def guarded(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
         """A bound launch as dispatch may call it."""
@@ -544,11 +490,8 @@ class Communicator:
         )
 
     def check_peers(self) -> None:
-        """Raise PeerTimeoutError if a kernel gave up waiting for a peer, NanInputError if a graph was given NaN."""
-        if self.ring is not None:
-            self.ring.check_peers()
-        if self._watched is not None:
-            self._watched.check_peers()
+        """Raise if the group has ended (`Control.check`), NanInputError if a graph was given NaN."""
+        self.control.check()
         if self.nan_watch is not None:
             self.nan_watch.check()
 
@@ -560,8 +503,23 @@ def _is_member(group: object) -> TypeGuard[dist.ProcessGroup]:
         return False
 
 
+def is_dry_run(group: object) -> bool:
+    """True if the group (None: the default group) has PyTorch's backend for dry runs."""
+    resolved = dist.group.WORLD if group is None else group
+    return _is_member(resolved) and dist.get_backend(resolved) == "fake"
+
+
+def left_by(what: str, error: BaseException) -> str:
+    """Say how an exception ended a call, and what to do."""
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"left {what} midway by {said[:_MOST_SAID]}. {AFTERWARDS}"
+
+
+_MOST_SAID = 500
 _meetings: CounterOf[str] = CounterOf()  # so far, by group: the same on every rank
 _communicators: dict[tuple[dist.ProcessGroup, str], Communicator] = {}
+_ended: dict[tuple[dist.ProcessGroup, str], str] = {}  # why the set-up of a group was cut short
+_kept_for_graphs: list[Any] = []
 
 
 def get_communicator(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Communicator:
@@ -582,6 +540,10 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     resolved = dist.group.WORLD if group is None else group
+    if not isinstance(resolved, dist.ProcessGroup) and resolved != dist.GroupMember.NON_GROUP_MEMBER:
+        raise GroupError(
+            f"group is a {type(resolved).__name__}; pass a process group: mesh.get_group(), new_group(ranks), or None"
+        )
     if resolved in _groups_of_parent:
         raise GroupError(
             "the process group was made before this process was forked, and this process is none of its ranks; start "
@@ -595,6 +557,13 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
     key = (resolved, device.type)
     found = _communicators.get(key)
     if found is None:
+        if is_dry_run(resolved):
+            raise GroupError(
+                "the group's backend is 'fake', PyTorch's for dry runs; call torch.distributed, also inside of "
+                "tunedcomm.intercept(), or make the group with gloo or nccl"
+            )
+        if key in _ended:
+            raise GroupAbortedError(_ended[key])
         if not _serves(resolved, device):
             raise GroupError(
                 f"the group's backend {dist.get_backend(resolved)!r} has nothing for {device.type} tensors; move the "
@@ -604,13 +573,79 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
             raise NotInitializedError(
                 "a group's first call cannot be captured: call tunedcomm once outside the graph first (a warm-up run)"
             )
-        found = _communicators[key] = Communicator(resolved, device)
+        _drop_destroyed()
+        found = Communicator.__new__(Communicator)
+        try:
+            with clean_thread():
+                Communicator.__init__(found, resolved, device)
+            _communicators[key] = found
+        except BaseException as error:
+            if getattr(error, "ends_group", True):
+                _end(key, "the set-up", error, found if hasattr(found, "control") else None)
+            raise
+        # Only torch's table of groups keeps this object, which ends with the group's place there.
+        if (known := dist.distributed_c10d._world.pg_map.get(resolved)) is not None:
+            weakref.finalize(known[1], _forget_calls).atexit = False
     return found
+
+
+def _forget_calls() -> None:
+    """Ask again which groups there are, after one was destroyed."""
+    for callback in _on_forget:
+        callback()
+
+
+def _drop_destroyed() -> None:
+    """Free the memory of groups that were destroyed, unless graphs may still use it."""
+    for key, communicator in list(_communicators.items()):
+        if not _is_member(key[0]) and not communicator._captured:
+            if communicator.device.type == "cuda":
+                torch.cuda.synchronize(communicator.device)
+            communicator.release(for_graphs=False)
+            del _communicators[key]
+
+
+def end_group(group: dist.ProcessGroup, kind: str, what: str, error: BaseException) -> None:
+    """End a group on every rank, for `error` ended the call `what` of tensors on `cuda` or `cpu` midway here."""
+    if (group, kind) not in _ended:
+        _end((group, kind), what, error, _communicators.get((group, kind)))
+
+
+def _end(key: tuple[dist.ProcessGroup, str], what: str, error: BaseException, found: Communicator | None) -> None:
+    """End a group that has a communicator, or part of one that was being made, or none."""
+    if key not in _communicators:
+        told = isinstance(error, PeerTimeoutError)
+        _ended[key] = str(error) if told else f"rank {dist.get_rank(key[0])} {left_by(what, error)}"
+        leave(key[0], error)
+    if found is not None:
+        found.abandon(what, error)
 
 
 def live_communicators() -> list[Communicator]:
     """Every communicator made so far."""
     return list(_communicators.values())
+
+
+def release_communicator(group: dist.ProcessGroup | None = None) -> None:
+    """Forget a group's communicators, so that the group's next call, made by all ranks, sets them up anew.
+
+    That is the way back after `GroupAbortedError` or `PeerTimeoutError`, to be gone by every rank of the group. It is
+    local: it waits for this rank's GPU, but for no peer. Other groups stay as they are, and what graphs captured keeps
+    its memory. A group that has none is left alone.
+
+    Args:
+        group: process group, by default the default group.
+    """
+    resolved = dist.group.WORLD if group is None else group
+    for key in [key for key in (*_communicators, *_ended) if key[0] is resolved]:
+        _ended.pop(key, None)
+        if (communicator := _communicators.pop(key, None)) is not None:
+            if communicator.device.type == "cuda":
+                torch.cuda.synchronize(communicator.device)
+            communicator.queue.join()
+            communicator.release(for_graphs=True)
+    for callback in (*_on_forget, *_on_release):
+        callback()
 
 
 def release_communicators() -> None:
@@ -620,9 +655,10 @@ def release_communicators() -> None:
     for the GPU before it, and replay no graph that was captured with one afterwards: their memory is given back.
     """
     for communicator in _communicators.values():
-        communicator.plans.clear()  # calls hold their communicator, and it them
-        communicator.fast_calls.clear()
+        communicator.queue.join()
+        communicator.release(for_graphs=False)
     _communicators.clear()
+    _ended.clear()
     for callback in (*_on_forget, *_on_release):
         callback()
 
@@ -655,6 +691,8 @@ def drop_at_exit(holder: object, *names: str) -> None:
 
 
 def _let_go_of_groups() -> None:
+    for communicator in _communicators.values():
+        communicator.control.end()
     release_communicators()
     for holder, names in list(_dropped_at_exit.items()):
         for name in names:

@@ -10,21 +10,16 @@ from dataclasses import replace
 
 from tunedcomm import kernels, settings
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError, UnsupportedInputError
+from tunedcomm.kernels import source_hash_of
 from tunedcomm.selection.select import Decision, Registered, Source, choose
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, check_candidate, get_variant, variants
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, check_candidate, get_variant
 
 # Sources of decisions on problems that were not tuned.
 MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
 # Op to the variant and config that `force` names for it now.
 forced_ops: dict[str, tuple[str, dict[str, Value] | None]] = {}
-
-
-def source_hash_of(op: str, variant: str) -> str | None:
-    """Hash of the variant's kernels as they are now; None if there is no such variant."""
-    found = variants(op).get(variant)
-    return None if found is None else kernels.source_hash(found)
 
 
 def forced_here() -> dict[str, str]:
@@ -71,8 +66,7 @@ def decide(
 ) -> Decision:
     """The candidate that a group with this snapshot runs, and why. Pure: no clock, no files, no communication."""
     kernels.discover()
-    ordered = forced is None and not admits(policy, "library")
-    catalog = Registered(replace(limits, ordered=ordered), source_hash_of)
+    catalog = Registered(limits, source_hash_of)
     return choose(snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms)
 
 

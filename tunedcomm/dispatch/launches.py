@@ -1,4 +1,4 @@
-"""Wrappers of launches: `wrap_launch`, and the two that keep state of a group, `LaneOrder` and `NanWatch`.
+"""Wrappers of launches: `wrap_launch`, and those that keep state of a group, `LaneOrder`, `NanWatch` and `Queue`.
 
 **Lane order.** Blocks that wait for peers must all be resident. A kernel of the graph lane and one of the eager lane
 may run side by side, and then both must fit: else rank 0 may have room only for the one and rank 1 only for the
@@ -20,20 +20,26 @@ finds to a sum that it copies to pinned host memory, and the group's next call r
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from tunedcomm.db.misses import Counter
 from tunedcomm.errors import NanInputError
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.spec import Problem, get_op, ops
+from tunedcomm.symm.control import refuse_nested
+from tunedcomm.symm.ring import background
 
 if TYPE_CHECKING:
-    from tunedcomm.dispatch.misses import Counter
+    from tunedcomm.symm.control import Control
+    from tunedcomm.symm.ring import HostRing
 
 Launch: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
 # Of the GPU; two kernels that take no more than this fit side by side.
@@ -46,8 +52,15 @@ _SIXTEEN_BITS = 2  # bytes
 intercepted: list[bool] = []
 
 
+Job: TypeAlias = Callable[[], object]
+
+
 class _Thread(threading.local):
+    """State of one thread: whether its calls are intercepted, its queue, and where its launches are kept."""
+
     intercepts = True
+    queue: Queue | None = None
+    later: list[Job] | None = None
 
 
 _thread = _Thread()
@@ -71,12 +84,89 @@ def may_intercept() -> bool:
     return _thread.intercepts
 
 
+def put_off(call: Callable[[], Any]) -> tuple[Any, list[Job]]:
+    """The result of `call`, and its launches and what follows them, which are left to do; all else has been done."""
+    jobs: list[Job] = []
+    _thread.later = jobs
+    try:
+        return call(), jobs
+    finally:
+        _thread.later = None
+
+
+def is_putting_off() -> bool:
+    """True while `put_off` makes a call on this thread."""
+    return _thread.later is not None
+
+
+def when_due(job: Job) -> None:
+    """Run a call's launch, or what follows it, at once, or keep it for `put_off`."""
+    if _thread.later is None:
+        job()
+    else:
+        _thread.later.append(job)
+
+
+class Queue:
+    """The asynchronous calls of a group that wait for peers, on a thread of their own, in the order of the program.
+
+    The interpreter finishes them before it ends. They see the caller's inference mode, context variables and number of
+    threads; gradients are not recorded.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """True on the queue's thread, where callbacks of futures run; the calls before have ended there."""
+        return _thread.queue is self
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a call waits or runs."""
+        return self._last is not None and not self._last.done()
+
+    def join(self) -> None:
+        """Wait for the calls so far."""
+        if self._last is not None and not self.is_current:
+            self._last.result()
+            self._last = None
+
+    def add(self, job: Job) -> Future[None]:
+        """Run `job`, which raises nothing, after the calls before it."""
+        inference, num_threads = torch.is_inference_mode_enabled(), torch.get_num_threads()
+
+        def run() -> None:
+            _thread.queue = self
+            if torch.get_num_threads() != num_threads:
+                torch.set_num_threads(num_threads)
+            try:
+                with torch.inference_mode(inference), torch.no_grad():
+                    job()
+            finally:
+                background.pop()
+
+        background.append(True)
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="tunedcomm")
+        try:
+            self._last = self._thread.submit(contextvars.copy_context().run, run)
+        except RuntimeError:  # the interpreter is ending, and starts no thread any more
+            run()
+            self._last = Future()
+            self._last.set_result(None)
+        return self._last
+
+
 def wrap_launch(
     launch: Launch,
     *,
-    check_peers: Callable[[], None] | None = None,
+    interpreted: tuple[str, Control, HostRing | None] | None = None,
     device_type: str = "",
     counter: Counter | None = None,
+    meet: Callable[[], None] | None = None,
+    nvtx: str = "",
 ) -> Launch:
     """Wrap a launch in what is to happen around it; without options it comes back as it is.
 
@@ -84,20 +174,24 @@ def wrap_launch(
 
     Args:
         launch: of a bound candidate.
-        check_peers: called after the launch. Kernels in the interpreter have run to their end by then, so that a peer
-            that did not come is known in this very call.
+        interpreted: of kernels in the interpreter, their candidate and the group's memory. They have run to their end
+            after the launch, so that a peer that did not come is known in this very call.
         device_type: of tensors. The launch does not depend on its surroundings: its own calls on
             `torch.distributed` are not intercepted, and autocast does not round the inputs of its products. Launches
             by address run only kernels, which neither affects.
         counter: counts a call of an untuned problem.
+        meet: called before a launch that waits in the library, where a rank would not see that a peer ended the group.
+        nvtx: name of an NVTX range around the launch.
     """
     by_address = isinstance(launch, AddressLaunch)
     bare: Callable[..., None] = launch.by_address if by_address else launch  # type: ignore[attr-defined]
-    run = bare
+    run = _in_range(bare, nvtx) if nvtx else bare
+    if meet is not None:
+        run = _after(run, meet)
     if device_type and not by_address:
         run = _undisturbed(run, device_type)
-    if check_peers is not None:
-        run = _then(run, check_peers)
+    if interpreted is not None:
+        run = _interpreted(run, *interpreted)
     if counter is not None:
         run = _counted(run, counter)
     return launch if run is bare else replace(launch, by_address=run) if by_address else run  # type: ignore[type-var]
@@ -121,12 +215,37 @@ def _undisturbed(launch: Launch, device_type: str) -> Launch:
     return run
 
 
-def _then(launch: Callable[..., None], check_peers: Callable[[], None]) -> Callable[..., None]:
+def _interpreted(
+    launch: Callable[..., None], what: str, control: Control, ring: HostRing | None
+) -> Callable[..., None]:
     def launch_and_check(*arguments: Any) -> None:
-        launch(*arguments)
-        check_peers()
+        thread = threading.get_ident()
+        if control.interpreting == thread or (ring is not None and ring.is_mine()):
+            refuse_nested(what)
+        control.interpreting = thread
+        try:
+            launch(*arguments)
+        finally:
+            control.interpreting = 0
+        control.check()
 
     return launch_and_check
+
+
+def _in_range(launch: Callable[..., None], name: str) -> Callable[..., None]:
+    def launch_in_range(*arguments: Any) -> None:
+        with torch.cuda.nvtx.range(name):
+            launch(*arguments)
+
+    return launch_in_range
+
+
+def _after(launch: Callable[..., None], meet: Callable[[], None]) -> Callable[..., None]:
+    def meet_and_launch(*arguments: Any) -> None:
+        meet()
+        launch(*arguments)
+
+    return meet_and_launch
 
 
 def _counted(launch: Callable[..., None], counter: Counter) -> Callable[..., None]:
@@ -173,7 +292,7 @@ def fault_of(
     """
     spec = get_op(problem.op)
     tolerance = spec.tolerance_of(problem)
-    outputs, expected = (spec.cleared(problem, (), tensors)[1] for tensors in (outputs, expected))
+    outputs, expected = (spec.mask_unspecified(problem, (), tensors)[1] for tensors in (outputs, expected))
     for number, (output, due) in enumerate(zip(outputs, expected, strict=True)):
         if tolerance and output.is_floating_point():
             wide = torch.float32 if output.element_size() <= _SIXTEEN_BITS else torch.float64
@@ -256,19 +375,19 @@ class NanWatch:
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self._rank, self._ops = rank, sorted(ops())
-        with torch.inference_mode(mode=False):  # whatever mode later calls are made in
-            # NaN that replays have found, by op: where they add, what they copied to the host, and what was raised.
-            self._found = torch.zeros(len(self._ops), dtype=torch.int64, device=device)
-            self._copied = torch.zeros_like(self._found, device="cpu", pin_memory=device.type == "cuda")
-            self._raised = torch.zeros_like(self._found, device="cpu")
-        self._found[0] += _count(torch.zeros(1, device=device))  # in a capture nothing may be loaded
+        # NaN that replays have found, by op: where they add, what they copied to the host, and what was raised.
+        self._found = torch.zeros(len(self._ops), dtype=torch.int64, device=device)
+        self._copied = torch.zeros_like(self._found, device="cpu", pin_memory=device.type == "cuda")
+        self._raised = torch.zeros_like(self._found, device="cpu")
+        # In a capture nothing may be loaded.
+        self._found[0] += _count(torch.zeros(1, dtype=torch.float32, device=device))
 
     def guard(self, problem: Problem, launch: Launch) -> Launch:
         """`launch` after a look at its inputs; those that hold no floating-point numbers are let through."""
         row, spec = self._ops.index(problem.op), get_op(problem.op)
 
         def floats(inputs: tuple[Any, ...]) -> list[torch.Tensor]:
-            cleared = spec.cleared(problem, inputs, ())[0]  # fused ops have numbers among their inputs
+            cleared = spec.mask_unspecified(problem, inputs, ())[0]  # fused ops have numbers among their inputs
             return [value for value in cleared if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
         def look_and_launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -276,8 +395,7 @@ class NanWatch:
             if found := sum(int(_count(tensor)) for tensor in floats(inputs)):
                 raise NanInputError(
                     f"{problem.op}: {found} NaN in the input of rank {self._rank}. This rank did not make the call, so "
-                    "the others will miss it (PeerTimeoutError, or the library's own time-out) and the group is out of "
-                    "step: find where the NaN comes from, or unset TUNEDCOMM_NAN_CHECK to let it through"
+                    "its group ends: find where the NaN comes from, or unset TUNEDCOMM_NAN_CHECK to let it through"
                 )
             launch(inputs, outputs, stream)
 

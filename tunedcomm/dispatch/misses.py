@@ -13,22 +13,17 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tunedcomm import settings
 from tunedcomm.db import misses as miss_log
 from tunedcomm.db.engine import warn_once
-from tunedcomm.db.misses import HardKey, Miss
+from tunedcomm.db.misses import Counter, HardKey, Note
 from tunedcomm.db.records import utc_now
+from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.spec import NumericsPolicy, Problem, why_no_kernel
-
-if TYPE_CHECKING:
-    from tunedcomm.dispatch.communicator import Communicator
 
 logger = logging.getLogger("tunedcomm")
 
@@ -39,43 +34,6 @@ MAX_PROBLEMS = 1024
 _PERIOD_S = 30.0
 # At exit the thread may be stuck in a file system that does not answer.
 _PATIENCE_S = 2.0
-
-
-@dataclass(slots=True, eq=False)
-class Counter:
-    """Calls of one problem, and how many of them the file knows. Threads may lose a count to each other, no more."""
-
-    path: Path
-    hard_key: HardKey
-    problem: Problem
-    source: str
-    count: int = 0
-    written: int = 0
-
-    def miss(self, count: int, now: datetime) -> Miss:
-        """Those of the first `count` calls that the file does not know yet."""
-        number = count - self.written
-        return Miss(problem=self.problem, hard_key=self.hard_key, count=number, source=self.source, last_seen=now)
-
-
-@dataclass(slots=True, eq=False)
-class Note:
-    """A problem that was called while somebody wants to tune it.
-
-    Attributes:
-        counter: of its calls; None for one that is tuned.
-        before: calls that were counted earlier.
-        policy: the widest numerics policy that it was called with.
-    """
-
-    counter: Counter | None
-    before: int
-    policy: NumericsPolicy
-
-    @property
-    def count(self) -> int:
-        """Calls since."""
-        return 0 if self.counter is None else self.counter.count - self.before
 
 
 _counters: dict[tuple[Path, HardKey, Problem], Counter] = {}
@@ -155,7 +113,7 @@ def flush(*, everything: bool = True) -> None:
     """Write down what has been counted since; without `everything` only what has doubled.
 
     So a process that runs for weeks writes a few dozen lines a problem, and one that is killed loses less than half of
-    its counts besides those of the last period. Called when communicators are released, and so at exit.
+    its counts besides the last period's. Called when communicators are released, and so at exit.
     """
     if not _lock.acquire(timeout=_PATIENCE_S):
         return

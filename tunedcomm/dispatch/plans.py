@@ -1,7 +1,7 @@
 """Turn a problem into a launch: decide, bind, and keep the plan.
 
 What a call costs after that is one look-up and the kernel's C launcher. `force` and `explain` steer and show decisions;
-`check_agreement` compares those of all ranks.
+`check_agreement` compares the decisions of all ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from tunedcomm import kernels
 from tunedcomm.dispatch import misses
+from tunedcomm.dispatch.agreement import first_difference
 from tunedcomm.dispatch.communicator import (
     Communicator,
-    first_difference,
     get_communicator,
     live_communicators,
     on_release,
@@ -100,7 +100,7 @@ def bound(
         return decision, communicator.bind(problem, decision.candidate)
     except InfeasibleError as error:
         few = int(SHARE_OF_EAGER * communicator.limits.num_sms)
-        admitted = admits(policy, "library")
+        admitted = _admits_library(policy, problem.op)
         if decision.source == "forced" or not (admitted or 0 < few < (max_sms or few + 1)):
             raise
         logger.warning("%s goes to %s: %s", problem, "the library" if admitted else "a smaller grid", error)
@@ -137,7 +137,7 @@ def _checked(
         reason = f"call {number} of {problem} gave another result than the library ({'; '.join(faults)})"
         communicator.quarantine(candidate, f"{reason}; it is not used in this group any more (TUNEDCOMM_CHECK)")
         said = f"{candidate} is wrong: {reason}. The group runs the library in its place from here on"
-        if not falls_back or not admits(policy, "library"):
+        if not falls_back or not _admits_library(policy, problem.op):
             raise WrongResultError(f"{said}; graphs that were captured before still run it, so capture them anew")
         logger.warning("%s, in this call too; graphs that were captured before still run it", said)
         for output, due in zip(outputs, expected, strict=True):
@@ -153,13 +153,18 @@ def _library_instead(decision: Decision, reason: str) -> Decision:
     return Decision(candidate=library, source="library", why=why, passed_over=passed_over)
 
 
+def _admits_library(policy: NumericsPolicy, op: str) -> bool:
+    """True if the policy admits the class of the op's library, which is ordered where the op moves bytes."""
+    return admits(policy, get_variant(op, "library").numerics)
+
+
 def check_library(problem: Problem, policy: NumericsPolicy, why: str) -> None:
     """Refuse to run the library where the policy does not admit it.
 
     Raises:
         InfeasibleError: the library would have to serve, for the reason `why`.
     """
-    if not admits(policy, get_variant(problem.op, "library").numerics):
+    if not _admits_library(policy, problem.op):
         raise InfeasibleError(f"numerics={policy!r} does not admit the library, which would serve {problem}: {why}")
 
 
@@ -184,7 +189,7 @@ def _decision(communicator: Communicator, problem: Problem, policy: NumericsPoli
     reason = communicator.quarantined.get((problem.op, decision.candidate.variant))
     if reason is None:
         return decision
-    if not admits(policy, "library"):
+    if not _admits_library(policy, problem.op):
         raise InfeasibleError(f"{decision.candidate}: {reason}, and numerics={policy!r} does not admit the library")
     return _library_instead(decision, reason)
 
@@ -196,22 +201,7 @@ def explain(
     policy: NumericsPolicy | None = None,
     max_sms: int | None = None,
 ) -> Decision:
-    """The decision for `problem` on a communicator, with every reason; binds and launches nothing.
-
-    Args:
-        communicator: what `get_communicator(group)` gives.
-        problem: one that a call on it may ask: its world size, a reduction of the op if that has any.
-        policy, max_sms: as in calls.
-
-    Raises:
-        UnsupportedInputError: an unknown numerics policy, or a problem that no call on this communicator asks.
-        InfeasibleError: a forced candidate cannot run, or the policy admits nothing that is known.
-    """
-    if not isinstance(problem, Problem):
-        raise UnsupportedInputError(
-            f"explain takes a communicator and a Problem, not {type(problem).__name__}: "
-            'explain(get_communicator(), Problem("all_reduce", x.shape, "bfloat16", 4))'
-        )
+    """The decision for `problem`; see `tunedcomm.explain`."""
     reductions = get_op(problem.op).reductions or ("",)
     if reductions == ("",) and problem.reduction == "sum":  # what a Problem has where none is given
         problem = replace(problem, reduction="")
@@ -226,6 +216,7 @@ def explain(
     check_policy(policy)
     decision = _decision(communicator, problem, communicator.policy(policy), max_sms)
     decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
+    decision = replace(decision, problem=problem, asked_for=communicator.snapshot.environment)
     return note_force_mode(decision, communicator.settings.mode)
 
 

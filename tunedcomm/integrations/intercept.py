@@ -7,7 +7,7 @@
 **The mechanism.** Every collective of PyTorch ends in an operator of the dispatcher: `torch.distributed.all_reduce` in
 `c10d::allreduce_`, a functional collective, and so DTensor, its autograd formula and compiled code, in
 `_c10d_functional::*`. Kernels for these operators are registered with `torch.library` while at least one group is
-intercepted, under the dispatch key that comes right before those of devices, `BackendSelect`. They look the group up,
+intercepted, under the dispatch key that comes right before the devices' keys, `BackendSelect`. They look the group up,
 and redispatch the arguments as they came to the device's kernel wherever the dispatcher would run the library, or the
 group is another one. (`torch.library.get_kernel` would keep the interpreter's lock, and a gloo group then waits for its
 worker for ever; dispatch modes see every operator and neither autograd's threads nor compiled code; functions of
@@ -21,6 +21,12 @@ is served if it runs inside of the block, whenever it was compiled.
 the work's `wait()` makes the current stream wait for it, as the library's does. A functional collective is always
 asynchronous in name; those served run on the current stream, for a tensor parallel model uses the result at once.
 
+**Threads.** On CPUs an asynchronous call, functional ones among them, runs at once where all peers have begun it, for
+it then ends whatever the program does next. Else it is checked, planned and bound at once, and launched by the group's
+`Queue`, so that programs may start collectives of several groups, or messages, in different orders. Peers are
+waited for a moment first: to wake a thread takes longer. Only calls through the ring are queued: Triton's interpreter
+runs one kernel of a process at a time, and with TUNEDCOMM_DEBUG or TUNEDCOMM_CHECK a call also makes the library's.
+
 **Ranks.** All ranks of a group enter and leave together, for a call must be served everywhere or nowhere, and making
 the group's communicator is collective.
 """
@@ -29,29 +35,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
+import textwrap
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tunedcomm.db.misses import Counter
 from tunedcomm.dispatch import misses
-from tunedcomm.dispatch.communicator import Communicator, drop_at_exit, get_communicator, on_forget
+from tunedcomm.dispatch.communicator import Communicator, drop_at_exit, get_communicator, is_dry_run, on_forget
 from tunedcomm.dispatch.dispatcher import MISSES, check_limit, check_policy
-from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
-from tunedcomm.dispatch.plans import Plan
+from tunedcomm.dispatch.launches import Job, Queue, intercepted, may_intercept, no_intercept, put_off, when_due
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations import after_warmup, check_torch
-from tunedcomm.ops.call import is_capturing, paths
-from tunedcomm.ops.collectives import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
-from tunedcomm.spec import NumericsPolicy, admits
+from tunedcomm.ops.adapter import OpAdapter, TorchCall, TorchServe
+from tunedcomm.ops.call import forget_last, leave, paths
+from tunedcomm.ops.fast_call import is_capturing
+from tunedcomm.spec import NumericsPolicy, admits, get_variant
 
+_c10d: Any = torch._C._distributed_c10d
+_PATIENCE_NS = 50_000  # to hand a call to another thread and back takes about as long
 _lock = threading.RLock()
 # Groups that are intercepted now. Read without a lock: a call that races with a block's end goes either way.
 _by_group: dict[dist.ProcessGroup, RoutedGroup] = {}
@@ -91,11 +102,13 @@ class Routing:
     Attributes:
         served: True if kernels serve these calls.
         miss: counts a call of an untuned problem that the library serves; None where that is not noted.
+        may_wait: an asynchronous call may be left to the group's queue.
     """
 
     served: bool
     count: int = 0
-    miss: misses.Counter | None = None
+    may_wait: bool = False
+    miss: Counter | None = None
 
 
 @dataclass(eq=False)
@@ -136,21 +149,55 @@ class RoutedGroup:
             known = self._communicator = get_communicator(self.group, self.device)
         return known
 
-    def serves(self, call: str, op: str, x: torch.Tensor, reduction: str = "") -> bool:
-        """Count a call of the operator `call`, which is tunedcomm's `op` of `x`; True if kernels serve it."""
+    def serves(
+        self, call: str, adapter: OpAdapter, x: torch.Tensor, options: tuple[Any, ...], *, in_place: bool = False
+    ) -> Routing | None:
+        """Count a call of the operator `call`, which is tunedcomm's op of `x`; None if the library serves it.
+
+        Args:
+            call: the operator.
+            adapter: of the op.
+            x, options: a tensor and options that are alike on all ranks.
+            in_place: the result takes the input's place.
+        """
+        if x.is_nested:  # it has no shape
+            return None
         capturing = is_capturing()
         policy = self.communicator.policy(self.numerics)
-        key = (call, op, reduction, x.shape, x.dtype, x.device, x.layout, capturing, policy)
+        key = (call, adapter.op, options, x.shape, x.dtype, x.device, x.layout, capturing, policy)
         routing = self._routings.get(key)
         if routing is None:
-            routing = self._decide(call, op, x, reduction)
+            routing = self._decide(call, adapter, x, options, in_place)
             # A problem first met in a capture goes to the library in this graph only.
             if not capturing or routing.served:
                 self._routings[key] = routing
         routing.count += 1
         if routing.miss is not None:
             routing.miss.count += 1
-        return routing.served
+        return routing if routing.served else None
+
+    def begin(self, call: Job, routing: Routing, results: Any = None, beside: bool = True) -> tuple[Any, Any]:
+        """Make a call, which may go on `beside` the caller: its result, and its work object, or None if it has ended.
+
+        The work's future has `results`, or as None a list of the call's result.
+        """
+        communicator = self.communicator
+        queue, ring = communicator.queue, communicator.ring
+        waits = beside and routing.may_wait and not queue.is_current
+        if not waits or (not queue.is_busy and ring is not None and ring.all_arrived(_PATIENCE_NS)):
+            return _inside(call), None
+        forget_last(self.group)
+        found, jobs = put_off(lambda: _inside(call))
+
+        def run() -> None:
+            try:
+                for job in jobs:
+                    job()
+            except BaseException as error:
+                communicator.abandon("an asynchronous call", error)
+                raise
+
+        return found, _Waiting().start(queue, [run], [found] if results is None else results)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy where it lies in symmetric memory.
@@ -167,15 +214,21 @@ class RoutedGroup:
         self._routings.clear()
         self._communicator = None
 
-    def _decide(self, call: str, op: str, x: torch.Tensor, reduction: str) -> Routing:
-        plan, by = None, ""
-        problem, why = f"{op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}", self._unfit(op, x)
+    def _decide(
+        self, call: str, adapter: OpAdapter, x: torch.Tensor, options: tuple[Any, ...], in_place: bool
+    ) -> Routing:
+        plan, by, op = None, "", adapter.op
+        problem, why = (
+            f"{op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}",
+            self._unfit(adapter, x, options),
+        )
         if not why:
             try:
-                plan = self._plan(call, op, x, reduction)
+                with torch.no_grad():
+                    plan = paths[op].planned((x,), options, self.group, self.policy(adapter), in_place=in_place)
             except UnsupportedInputError as error:
                 why = str(error)
-        if why and reduction in ("sum", "avg") and self._must_be_ordered(x):
+        if why and adapter.reduces and options[0] in ("sum", "avg") and self._must_be_ordered(x):
             raise InfeasibleError(f"{problem} would go to the library, and numerics='ordered' does not admit it: {why}")
         if plan is not None:
             candidate = plan.decision.candidate
@@ -186,6 +239,9 @@ class RoutedGroup:
         if plan is not None:
             missed = not by and plan.decision.source in MISSES
             routing.miss = misses.counter(self.communicator, plan.problem, plan.decision.source) if missed else None
+            settings = self.communicator.settings
+            through_ring = x.device.type == "cpu" and not get_variant(op, plan.decision.candidate.variant).kernels
+            routing.may_wait = through_ring and not settings.debug and not settings.check[0]
         return routing
 
     def _must_be_ordered(self, x: torch.Tensor) -> bool:
@@ -194,7 +250,11 @@ class RoutedGroup:
         is_sum = communicator.world_size > 1 and x.numel() > 0 and x.is_floating_point()
         return is_sum and not admits(communicator.policy(self.numerics), "library")
 
-    def _unfit(self, op: str, x: torch.Tensor) -> str:
+    def policy(self, adapter: OpAdapter) -> NumericsPolicy | None:
+        """The policy of the op's calls."""
+        return self.numerics if adapter.reduces else "default"
+
+    def _unfit(self, adapter: OpAdapter, x: torch.Tensor, options: tuple[Any, ...]) -> str:
         """The reason why a call cannot go to the dispatcher, from facts that all ranks share; "" if it can."""
         communicator = self.communicator
         if x.device.type != communicator.device.type:
@@ -203,20 +263,7 @@ class RoutedGroup:
             return "a group of one rank"
         if x.layout is not torch.strided:
             return f"a tensor of layout {x.layout}"
-        if op == "all_to_all_v":
-            if self.max_count is None:
-                return "rows by split sizes, and ranks do not know each other's; a bound is intercept()'s max_count"
-            return "" if self.max_count and math.prod(x.shape[1:]) else "nothing moves"
-        return "" if x.numel() else "no elements"
-
-    @torch.no_grad()
-    def _plan(self, call: str, op: str, x: torch.Tensor, reduction: str) -> Plan:
-        if op == "all_to_all_v":
-            return paths[op].planned((x,), (None, None, self.max_count), self.group, "default")
-        reduced = (reduction,) if reduction else ()
-        options = (*reduced, 0) if op in ("all_gather", "reduce_scatter") else reduced
-        numerics = self.numerics if reduction else "default"
-        return paths[op].planned((x,), options, self.group, numerics, in_place=call in _IN_PLACE)
+        return adapter.torch_refusal(x, options)
 
     def counts(self) -> dict[RoutedCall, int]:
         """Calls of every kind so far."""
@@ -237,7 +284,7 @@ on_forget(_forget_all)
 
 
 def _inside(call: Callable[[], Any]) -> Any:
-    """The result of a served call; what it asks of torch.distributed itself is the library's."""
+    """The result of a served call; its own calls of torch.distributed are the library's."""
     with no_intercept():
         return call()
 
@@ -247,11 +294,11 @@ def _inside(call: Callable[[], Any]) -> Any:
 
 
 def _start(
-    of: RoutedGroup, call: Callable[[], Any], results: Any, tensors: Sequence[torch.Tensor], beside: bool
+    of: RoutedGroup, routing: Routing, call: Job, results: Any, tensors: Sequence[torch.Tensor], beside: bool
 ) -> Any:
     """Run a served call, which reads and writes `tensors`, and give the work object that operators return for it.
 
-    It runs on the current stream, or `beside` it on a stream of the group's own while the caller goes on.
+    It runs on the current stream, or `beside` it, on a stream or a thread of the group's own, while the caller goes on.
     """
     if beside and tensors[0].is_cuda:
         device = tensors[0].device
@@ -263,64 +310,123 @@ def _start(
             for tensor in tensors:  # their memory may be given to others once the caller drops them
                 tensor.record_stream(of.side_stream)
             return _work(results, [device])
-    _inside(call)
-    return _work(results, [tensors[0].device] if tensors[0].is_cuda else None)
+    _, work = of.begin(call, routing, results, beside)
+    return work.boxed() if work else _work(results, [tensors[0].device] if tensors[0].is_cuda else None)
+
+
+def _functional(of: RoutedGroup, routing: Routing, call: Callable[[], Any], out: torch.Tensor | None) -> Any:
+    """The result of a served functional call; `wait_tensor` waits for it where it has not ended."""
+    found, work = of.begin(call, routing)
+    if work is not None:
+        _c10d._register_work(found if out is None else out, work)
+    return found if out is None else out
+
+
+# Work objects are torch's own. A class of Python's would do, but its overrides are lost once only C++ holds it, as
+# functional collectives and DDP do: they would then wait for ever.
 
 
 def _work(results: Any, devices: list[int | str | torch.device] | None) -> Any:
-    """A work object that is done when the current stream is here; its wait() makes the stream of then wait.
+    """A work object of a call that has ended, or does on the current stream: its wait() makes the stream of then wait.
 
-    It is torch's own around a future, which refuses a timeout. A class of Python's would take one, but what it
-    overrides is lost once only C++ holds it, as functional collectives and DDP do: they would then wait for ever.
+    On GPUs wait() refuses a timeout.
     """
+    if devices is None:
+        work = _c10d.PythonCallbackWork(lambda timeout: True)
+        work.get_future().set_result(results)
+        work.wait()  # is_completed() is true from then on
+        return work.boxed()
     future: Any = torch.futures.Future(devices=devices)
     future.set_result(results)
-    c10d: Any = torch._C._distributed_c10d
-    return c10d._create_work_from_future(future).boxed()
+    return _c10d._create_work_from_future(future).boxed()
 
 
-def _run(of: RoutedGroup, op: Callable[..., torch.Tensor], x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """The op's result in a new tensor or in `out`, which may have any strides and share memory with `x`."""
+class _Waiting:
+    """A call in a group's queue.
+
+    Its work object is done once that has called `_wait`: with True as what returns, else with an error. An exception
+    of Python's would be left in its future, and C++ ends the process when it raises one a second time. So the future
+    first gets an error of C++'s, about a value that is no bool, whose class has the exception's text for a name.
+
+    Attributes:
+        work: the work object; None once the call has ended, for it holds this object.
+    """
+
+    _outcome: object = None
+    _error: BaseException | None = None
+
+    def start(self, queue: Queue, jobs: Sequence[Job], results: Any) -> Any:
+        """Queue the call; the work object."""
+        work = self.work = _c10d.PythonCallbackWork(self._wait)
+        self._ended = queue.add(partial(self._run, work, jobs, results))
+        return work
+
+    def _run(self, work: Any, jobs: Sequence[Job], results: Any) -> None:
+        try:
+            for job in jobs:
+                job()
+        except BaseException as error:  # noqa: BLE001 - raised by wait()
+            self._fail(work, error)
+            self._error = error.with_traceback(None)  # its frames hold the group
+        else:
+            future = work.get_future()
+            if not future.done():  # by a wait that was given up
+                future.set_result(results)
+            self._outcome = True
+            work.wait()
+        self.work = None
+
+    def _fail(self, work: Any, error: BaseException) -> None:
+        """Let the work's future raise the error's text."""
+        self._outcome = type(f"{type(error).__name__}: {error}", (), {})()
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+        self._outcome = None
+
+    def _wait(self, timeout: timedelta) -> Any:
+        work = self.work
+        if self._outcome is None and work is not None:
+            try:
+                self._ended.result(timeout.total_seconds() or None)
+            except BaseException as error:
+                self._fail(work, error)
+                raise
+        if self._error is not None:
+            raise copy(self._error)  # the traceback of what is raised holds this object
+        return True if self._outcome is None else self._outcome
+
+
+def _run(of: RoutedGroup, adapter: OpAdapter, serve: TorchServe, x: torch.Tensor, out: torch.Tensor | None) -> Any:
+    """The op's result in a new tensor or in `out`, which may have any strides, share memory with `x`, or be `x`."""
+    path, numerics = paths[adapter.op], of.policy(adapter)
     if out is None:
-        return op(of.plain(x.detach()), group=of.group)
-    flat, target = of.plain(x.detach().reshape(-1)), out.detach()
-    sink = target.view(-1) if target.is_contiguous() else torch.empty_like(target.reshape(-1))
-    if -sink.nbytes < sink.data_ptr() - flat.data_ptr() < flat.nbytes:
-        flat = flat.clone()
-    op(flat, group=of.group, out=sink)
-    if not target.is_contiguous():
-        target.copy_(sink.view(target.shape))
-    return out
-
-
-def _reduce(of: RoutedGroup, x: torch.Tensor, reduction: str, out: torch.Tensor | None) -> torch.Tensor:
-    """All-reduce `x` into a new tensor, or into `x`."""
-    x = x.detach()
-    plain = of.plain(x)
-    target = None if out is None else plain
-    found = all_reduce(plain, op=reduction, group=of.group, out=target, numerics=of.numerics)
-    return x.copy_(found) if out is not None and plain is not x else found
-
-
-def _to_all_rows(
-    of: RoutedGroup, x: torch.Tensor, out: torch.Tensor | None, send: Sequence[int], receive: Sequence[int]
-) -> torch.Tensor:
-    """Exchange as many rows as the split sizes say."""
-    x = x.detach()
-    if out is None or not out.is_contiguous():
-        rows = all_to_all_v(x, send, receive, max_count=of.max_count, group=of.group)
-        return rows if out is None else out.detach().copy_(rows.view(out.shape))
-    if out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-        x = x.clone()
-    shape = (sum(receive), *x.shape[1:])
-    all_to_all_v(x, send, receive, max_count=of.max_count, group=of.group, out=out.detach().view(shape))
+        return path.repeat((of.plain(x.detach()), None), serve.options, of.group, numerics, None)
+    if out is x and adapter.aliases:
+        target = x.detach()
+        plain = of.plain(target)
+        path.repeat((plain, plain), serve.options, of.group, numerics, None)
+        if plain is not target:
+            when_due(lambda: target.copy_(plain))
+        return out
+    target = out.detach()
+    shape: tuple[int, ...] = (out.numel(),)
+    if serve.counts_elements:
+        source = of.plain(x.detach().reshape(-1))
+    else:
+        source = x.detach().contiguous()
+        shape = adapter.results((source,), serve.options, of.group.size())[0][0]
+    sink = target.view(shape) if target.is_contiguous() else target.new_empty(shape)
+    if -sink.nbytes < sink.data_ptr() - source.data_ptr() < source.nbytes:
+        source = source.clone()
+    path.repeat((source, sink), serve.options, of.group, numerics, None)
+    if sink.data_ptr() != target.data_ptr():
+        when_due(lambda: target.copy_(sink.view(target.shape)))
     return out
 
 
 # Reductions that tunedcomm does not know are asked for all the same: its refusal is the reason in the record.
 _NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 _REDUCTIONS = {int(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
-_IN_PLACE = ("c10d::allreduce_", "_c10d_functional::all_reduce_")
 # Right above the kernels of devices, below autograd's, and where none of these operators has a kernel of torch's.
 _KEY = "BackendSelect"
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -330,179 +436,112 @@ def _routed(group: Any) -> RoutedGroup | None:
     """The intercepted group that an operator is given, as an object or by its name; None while a served call runs."""
     if not may_intercept():
         return None
-    c10d: Any = torch._C._distributed_c10d
     return _by_group.get(
-        c10d._resolve_process_group(group) if isinstance(group, str) else c10d.ProcessGroup.unbox(group)
+        _c10d._resolve_process_group(group) if isinstance(group, str) else _c10d.ProcessGroup.unbox(group)
     )
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as one dimension, for operators whose choice depends on the number of elements alone."""
-    return x.detach().reshape(-1) if x.layout is torch.strided else x
+def _abandon(call: str, error: BaseException, arguments: Sequence[Any]) -> None:
+    """Handle an exception that leaves a call of the operator `call`."""
+    for argument in arguments:
+        if isinstance(argument, (str, torch.ScriptObject)):
+            with contextlib.suppress(RuntimeError, ValueError):  # not the argument that is the group
+                if (of := _routed(argument)) is not None:
+                    leave(error, call, torch.empty(0, dtype=torch.uint8, device=of.device.type), of.group)
 
 
-def _row(x: torch.Tensor) -> torch.Tensor:
-    """One row of `x`, the tensor that a choice goes by where ranks have different numbers of rows."""
-    if x.layout is not torch.strided:
-        return x
-    return x.detach()[:1] if x.shape[0] else x.detach().new_empty((1, *x.shape[1:]))
-
-
-def _fits(x: torch.Tensor, out: torch.Tensor, times: int, over: int) -> bool:
-    """True if `out` has as many elements as the operator wants; the library says what is wrong with others."""
-    return out.numel() * over == x.numel() * times and out.dtype == x.dtype and out.device == x.device
-
-
-# A reader takes the operator's name and its arguments, with the schema's names and defaults, for torch leaves out
-# trailing arguments equal to them. It returns the call to make, or None where the library serves it.
 Kernel = Callable[..., Any]
 Serve = Callable[[], Any] | None
 
 
-def _c10d_all_reduce(
-    call: str,
-    tensors: list[torch.Tensor],
-    group: Any,
-    op: Any,
-    sparse: Any = None,
-    async_op: bool = True,
-    timeout: int = -1,
-) -> Serve:
-    of, reduction = _routed(group), _REDUCTIONS.get(op.op())
-    if of is None or reduction is None or len(tensors) != 1 or sparse is not None:
-        return None
-    x = tensors[0]
-    if not of.serves(call, "all_reduce", x, reduction):
-        return None
-    return lambda: (tensors, _start(of, lambda: _reduce(of, x, reduction, x), tensors, (x,), async_op))
+class _Reader:
+    """Reads calls of one operator, by the names in its schema, as calls of the ops that may serve it."""
 
+    def __init__(self, name: str, adapters: Sequence[OpAdapter]) -> None:
+        namespace, base = name.split("::")
+        self.name, self.adapters, self.is_functional = name, adapters, namespace == "_c10d_functional"
+        self.kernel = getattr(getattr(torch.ops, namespace), base).default
+        schema = self.kernel._schema
+        self._names = [argument.name for argument in schema.arguments]
+        self._defaults = [argument.default_value for argument in schema.arguments]
+        roles = (
+            *("tensors input_tensor input", "output_tensor output out", "process_group group_name"),
+            *("reduce_op", "async_op asyncOp", "timeout"),
+        )
+        places = [[self._names.index(name) for name in names.split() if name in self._names] for names in roles]
+        self._x, self._out, self._group, self._reduction, self._async, _ = (at[0] if at else -1 for at in places)
+        known = {at[0] for at in places if at}
+        self._others = [(name, index) for index, name in enumerate(self._names) if index not in known]
+        self._in_place, self._returns_work = self._out < 0 and base.endswith("_"), len(schema.returns) == 1
 
-def _c10d_all_gather(
-    call: str, out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = True, timeout: int = -1
-) -> Serve:
-    return _resized(call, "all_gather", x, group, out=out, async_op=async_op)
-
-
-def _c10d_reduce_scatter(
-    call: str, out: torch.Tensor, x: torch.Tensor, group: Any, op: Any, async_op: bool = True, timeout: int = -1
-) -> Serve:
-    reduction = _REDUCTIONS.get(op.op(), "unknown")
-    return _resized(call, "reduce_scatter", x, group, reduction=reduction, out=out, async_op=async_op)
-
-
-def _c10d_all_to_all(
-    call: str,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    group: Any,
-    receive: Sequence[int],
-    send: Sequence[int],
-    async_op: bool = True,
-    timeout: int = -1,
-) -> Serve:
-    of = _routed(group)
-    if of is None or x.dim() == 0 or out.dtype != x.dtype or out.device != x.device:
-        return None
-    size = of.group.size()
-    if receive or send:
-        # Split sizes that are equal here need not be so on other ranks: only their presence is common to all.
-        if not of.serves(call, "all_to_all_v", _row(x)):
+    def read(self, given: tuple[Any, ...], named: dict[str, Any]) -> Serve:
+        """The call to make, or None where the library serves it; torch leaves out arguments equal to their default."""
+        values = [*given, *self._defaults[len(given) :]]
+        for name, value in named.items():
+            values[self._names.index(name)] = value
+        of, x, reduction = _routed(values[self._group]), values[self._x], ""
+        if of is None or (isinstance(x, list) and len(x) != 1):
             return None
-        sizes = [list(given) or [rows.shape[0] // size] * size for given, rows in ((send, x), (receive, out))]
-        return lambda: _start(of, lambda: _to_all_rows(of, x, out, *sizes), [out], (x, out), async_op)
-    if not _fits(x, out, 1, 1) or x.shape[0] % size or not of.serves(call, "all_to_all", _flat(x)):
-        return None
-    return lambda: _start(of, lambda: _run(of, all_to_all, x, out), [out], (x, out), async_op)
+        if self._reduction >= 0:
+            reduction = values[self._reduction]
+            reduction = reduction.lower() if isinstance(reduction, str) else _REDUCTIONS.get(reduction.op(), "")
+            if reduction not in _NAMES:
+                return None
+        results, x = (x, x[0]) if isinstance(x, list) else (None, x)
+        out = x if self._in_place else values[self._out] if self._out >= 0 else None
+        others = {name: values[index] for name, index in self._others}
+        call = TorchCall(x, out, reduction, others, of.group.size(), of.max_count)
+        for adapter in self.adapters:
+            if (serve := adapter.serve_torch(call)) is not None:
+                break
+        else:
+            return None
+        common = serve.options if serve.common is None else serve.common
+        routing = of.serves(self.name, adapter, serve.like, common, in_place=self._in_place)
+        if routing is None:
+            return None
+        run = partial(_run, of, adapter, serve, x, out)
+        if self.is_functional:
+            return partial(_functional, of, routing, run, out)
+        is_async, results = values[self._async], [out] if results is None else results
+        tensors: Sequence[Any] = (x,) if out is x else (x, out)
+        start = partial(_start, of, routing, run, results, tensors, is_async)
+        if self._returns_work:
+            return start
+        first = results if self._in_place else out
+        return lambda: (first, start())
 
 
-def _functional_all_reduce(call: str, x: torch.Tensor, reduction: str, group: Any) -> Serve:
-    of, reduction, out = _routed(group), reduction.lower(), x if call in _IN_PLACE else None
-    if of is None or reduction not in _NAMES or not of.serves(call, "all_reduce", x, reduction):
-        return None
-    if out is not None:
-        return lambda: (_inside(lambda: _reduce(of, x, reduction, x)), x)[1]
-    return lambda: _inside(lambda: _reduce(of, x, reduction, None))
+@cache
+def _readers() -> tuple[_Reader, ...]:
+    """The readers of all operators of PyTorch that an op serves."""
+    served: dict[str, list[OpAdapter]] = {}
+    for path in paths.values():
+        for name in path.adapter.torch_operators:
+            served.setdefault(name, []).append(path.adapter)
+    return tuple(_Reader(name, adapters) for name, adapters in served.items())
 
 
-def _functional_all_gather(
-    call: str, x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None
-) -> Serve:
-    return _resized(call, "all_gather", x, group, size=size, out=out)
-
-
-def _functional_reduce_scatter(
-    call: str, x: torch.Tensor, reduction: str, size: int, group: Any, *, out: torch.Tensor | None = None
-) -> Serve:
-    return _resized(call, "reduce_scatter", x, group, reduction=reduction.lower(), size=size, out=out)
-
-
-def _functional_all_to_all(
-    call: str, x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: Any
-) -> Serve:
-    of = _routed(group)
-    if of is None or x.dim() == 0 or not of.serves(call, "all_to_all_v", _row(x)):
-        return None
-    return lambda: _inside(lambda: _to_all_rows(of, x, None, list(send), list(receive)))
-
-
-def _resized(
-    call: str,
-    op: str,
-    x: torch.Tensor,
-    group: Any,
-    *,
-    reduction: str = "",
-    size: int | None = None,
-    out: torch.Tensor | None = None,
-    async_op: bool | None = None,
-) -> Serve:
-    """Read an all-gather or a reduce-scatter; `async_op` is given for those of c10d, `size` for functional ones."""
-    of = _routed(group)
-    if of is None or reduction not in (*_NAMES, ""):
-        return None
-    ranks = of.group.size()
-    times, over = (ranks, 1) if op == "all_gather" else (1, ranks)
-    fits = size == ranks and x.dim() > 0 if out is None else _fits(x, out, times, over)
-    if not fits or not of.serves(call, op, x if out is None else _flat(x), reduction):
-        return None
-    collective = partial(reduce_scatter, op=reduction, numerics=of.numerics) if reduction else all_gather
-    if out is None or async_op is None:
-        return lambda: _inside(lambda: _run(of, collective, x, out))
-    return lambda: (out, _start(of, lambda: _run(of, collective, x, out), [out], (x, out), async_op))
-
-
-_READERS: Mapping[str, Callable[..., Serve]] = {
-    "c10d::allreduce_": _c10d_all_reduce,
-    "c10d::_allgather_base_": _c10d_all_gather,
-    "c10d::_reduce_scatter_base_": _c10d_reduce_scatter,
-    "c10d::alltoall_base_": _c10d_all_to_all,
-    "_c10d_functional::all_reduce": _functional_all_reduce,
-    "_c10d_functional::all_reduce_": _functional_all_reduce,
-    "_c10d_functional::all_gather_into_tensor": _functional_all_gather,
-    "_c10d_functional::all_gather_into_tensor_out": _functional_all_gather,
-    "_c10d_functional::reduce_scatter_tensor": _functional_reduce_scatter,
-    "_c10d_functional::reduce_scatter_tensor_out": _functional_reduce_scatter,
-    "_c10d_functional::all_to_all_single": _functional_all_to_all,
-}
-
-
-def _kernel(call: str, read: Callable[..., Serve]) -> Kernel:
+def _kernel(reader: _Reader) -> Kernel:
     """A kernel that serves tensors of intercepted devices and passes others on, and the meta ones that compilers try.
 
     It redispatches to the kernel below without the interpreter's lock. One that is called by `torch.library.get_kernel`
     keeps that lock: a group waits for its worker's lock, while the worker waits for the interpreter's to let go of a
     tensor, both for ever.
     """
-    namespace, name = call.split("::")
-    redispatch, meta = getattr(getattr(torch.ops, namespace), name).default.redispatch, torch._C.DispatchKey.Meta
+    redispatch, meta = reader.kernel.redispatch, torch._C.DispatchKey.Meta
 
     def run(keys: Any, *given: Any, **named: Any) -> Any:
         serve = None
         if not keys.has(meta) and any(map(keys.has, _device_keys)):
-            serve = read(call, *given, **named)
-        if serve is not None:
-            return serve()
-        if namespace == "c10d":
+            try:
+                serve = reader.read(given, named)
+                if serve is not None:
+                    return serve()
+            except BaseException as error:
+                _abandon(reader.name, error, (*given, *named.values()))
+                raise
+        if not reader.is_functional:
             return redispatch(keys & _BELOW, *given, **named)
         with no_intercept():  # the library makes one of c10d of it: the same call, which was counted here
             return redispatch(keys & _BELOW, *given, **named)
@@ -539,7 +578,8 @@ class Interception:
         return sum(count for told, count in self.calls().items() if not told.served_by)
 
     def __str__(self) -> str:
-        return "\n".join(f"{count} x {told}" for told, count in self.calls().items()) or "no calls"
+        wrapped = textwrap.TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        return "\n".join(wrapped.fill(f"{count} x {told}") for told, count in self.calls().items()) or "no calls"
 
 
 def _register() -> None:
@@ -552,9 +592,9 @@ def _register() -> None:
     elif not _libraries:
         make: Any = torch.library.Library  # untyped
         libraries = {namespace: make(namespace, "IMPL") for namespace in ("c10d", "_c10d_functional")}
-        for call, read in _READERS.items():
-            namespace, name = call.split("::")
-            libraries[namespace].impl(name, _kernel(call, read), _KEY, with_keyset=True)
+        for reader in _readers():
+            namespace, name = reader.name.split("::")
+            libraries[namespace].impl(name, _kernel(reader), _KEY, with_keyset=True)
         _libraries.extend(libraries.values())
         intercepted.append(True)
     _device_keys.update(wanted)
@@ -568,7 +608,7 @@ def _enter(
     check_limit("max_count", max_count, "rows")
     check_policy(numerics)
     # Collective; raises for a group that this rank is not in, or where there is no default group.
-    communicators = [get_communicator(group) for group in groups or (None,)]
+    communicators = [get_communicator(group) for group in groups or (None,) if not is_dry_run(group)]
     with _lock:
         for gone in [group for group in _by_group if group not in distributed_c10d._world.pg_names]:
             del _by_group[gone]
@@ -609,9 +649,9 @@ def intercept(
     """Serve PyTorch's collectives on `groups` by tunedcomm inside the `with` block, with no line of the model changed.
 
     Served where the dispatcher chooses a kernel: `torch.distributed`'s `all_reduce`, `all_gather_into_tensor`,
-    `reduce_scatter_tensor` and `all_to_all_single`, also with `async_op=True`; the functional collectives of these and
-    what is made of them: their autograd forms, DTensor's redistributions, tensor parallel plans, compiled code. All
-    else, such as list forms, coalesced forms and other dtypes or reductions, goes to the library untouched.
+    `reduce_scatter_tensor`, `all_to_all_single` and `broadcast`, also with `async_op=True`; the functional collectives
+    of these and what is made of them: their autograd forms, DTensor's redistributions, tensor parallel plans, compiled
+    code. All else, such as list forms, coalesced forms and other dtypes or reductions, goes to the library untouched.
 
     Args:
         groups: process groups that this rank belongs to; none, or None, for the default group. On all ranks of a group

@@ -29,6 +29,7 @@ from tunedcomm.dispatch.dispatcher import check_limit, check_policy
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations import after_warmup
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
+from tunedcomm.ops.call import paths
 from tunedcomm.ops.checks import check_tensor
 from tunedcomm.ops.collectives import all_reduce
 from tunedcomm.spec import NumericsPolicy
@@ -88,7 +89,7 @@ class ServingAllReduce:
         check_tensor("ServingAllReduce", x)
         if self.disabled or (self.max_bytes is not None and x.nbytes > self.max_bytes):
             return False
-        return self._routed.serves("ServingAllReduce.all_reduce", "all_reduce", x, "sum")
+        return self._routed.serves("ServingAllReduce.all_reduce", paths["all_reduce"].adapter, x, ("sum",)) is not None
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum over all ranks, in `out` or in a new tensor; `x` is left as it is unless `out` is `x`.

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from tunedcomm.kernels.common.source_hash import source_hash
 from tunedcomm.kernels.plugins import load_plugins
+from tunedcomm.spec import variants
 
-__all__ = ["discover", "source_hash"]
+__all__ = ["discover", "source_hash", "source_hash_of"]
 
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of the driver on Linux, and under Windows
 
@@ -32,7 +33,8 @@ def _choose_interpreter() -> None:
     if "triton" in sys.modules:
         logging.getLogger("tunedcomm").warning(
             "Triton was imported before tunedcomm on a machine without GPUs, so its interpreter cannot be switched on: "
-            "every call goes to the library; set TRITON_INTERPRET=1, or import tunedcomm.kernels before Triton"
+            "variants without kernels (host_...) and the library serve all calls. To run kernels here, too, set "
+            "TRITON_INTERPRET=1, or import tunedcomm.kernels before Triton"
         )
         return
     os.environ["TRITON_INTERPRET"] = "1"
@@ -54,13 +56,19 @@ def _has_gpu() -> bool:
 
 @functools.cache
 def discover() -> None:
-    """Import every op and variant, once; then those of packages with entry points in the group `tunedcomm.variants`."""
+    """Import every op and variant, once; then the packages with entry points in the group `tunedcomm.variants`."""
     for package in pkgutil.iter_modules(__path__, f"{__name__}."):
         if package.ispkg:
             module = importlib.import_module(package.name)
             for member in sorted(info.name for info in pkgutil.iter_modules(module.__path__, f"{package.name}.")):
                 importlib.import_module(member)
     load_plugins()
+
+
+def source_hash_of(op: str, variant: str) -> str | None:
+    """Hash of the variant's kernels as they are now; None if there is no such variant."""
+    found = variants(op).get(variant)
+    return None if found is None else source_hash(found)
 
 
 _choose_interpreter()

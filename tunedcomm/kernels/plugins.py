@@ -1,7 +1,7 @@
 """Variants and ops of other packages, which they name under the entry point group `tunedcomm.variants`.
 
 An entry point names a module, whose import registers variants, or a function without arguments that does so. A package
-that cannot be loaded costs one warning with its name and what it said, and leaves nothing behind.
+that cannot be loaded costs one warning with its name and the error, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tunedcomm.spec import OpSpec, Variant, did_you_mean
 __all__ = ["GROUP", "brought", "failed", "load_plugins", "loading", "misspelt_groups"]
 
 GROUP = "tunedcomm.variants"
-# Package to what it registered, `OP.VARIANT` each; package to why it brings nothing.
+# Package to the variants it registered, `OP.VARIANT` each; package to why it brings nothing.
 brought: dict[str, list[str]] = {}
 failed: dict[str, str] = {}
 # The package that is being loaded now and its entry point, for who waits in another thread; at most one.
@@ -60,7 +60,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def _load(point: EntryPoint) -> list[str]:
-    """Load an entry point; returns what it registered, `OP.VARIANT` each, or raises and takes all of it back."""
+    """Load an entry point; returns its variants, `OP.VARIANT` each, or raises and takes all of it back."""
     ops, variants = dict(spec._ops), dict(spec._variants)
     try:
         loaded = point.load()

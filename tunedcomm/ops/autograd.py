@@ -1,10 +1,10 @@
 """Gradients of the operators `torch.ops.tunedcomm.*`, registered where those are defined, in `torch_ops`.
 
-The convention is that of `torch.distributed.nn.functional`: the function differentiated is the sum of what all ranks
-compute from their results. So the gradient of an `all_reduce` is the `all_reduce` of the gradients, that of an
-`all_gather` is a `reduce_scatter` and the other way round, and an `all_to_all` sends the gradients back. All of them
-call operators, which have gradients of their own; every rank must take part in the backward pass, as in the forward
-one.
+The convention is `torch.distributed.nn.functional`'s: the function differentiated is the sum of what all ranks
+compute from their results. So the gradient of an `all_reduce` is the `all_reduce` of the gradients, and an
+`all_gather`'s is the `reduce_scatter` and the other way round; an `all_to_all` sends the gradients back. All of them
+call operators, which have gradients of their own; a `broadcast`'s is the sum at its root and zero elsewhere. Every rank
+must take part in the backward pass, as in the forward one.
 
 For the fused GEMMs, with G the gathered rows of all ranks, ' for a gradient and ᵀ for a transpose:
 
@@ -16,22 +16,20 @@ For the fused GEMMs, with G the gathered rows of all ranks, ' for a gradient and
 that they return, and their a' is a reduce_scatter of the sum of all gradients with respect to G. Gradients are rounded
 to the operands' dtype where the result has another.
 
-The gradient of an `ep_dispatch` is an `ep_combine` with weights of 1, that of an `ep_combine` an `ep_dispatch`.
+The gradient of an `ep_dispatch` is an `ep_combine` with weights of 1, and the other way round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tunedcomm.ops.checks import is_nk
 
-# What is kept of (ctx, inputs, output), and the gradients of (ctx, gradients of results). `torch_ops` fills ctx.shape
-# (of the first input), ctx.options and ctx.settings (the arguments behind the options), refuses calls without a
-# gradient, and adds None for the arguments behind those whose gradients come back.
-Formula: TypeAlias = tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]
+# `torch_ops` fills ctx.shape (of the first input), ctx.options and ctx.settings (the arguments behind the options),
+# refuses calls without a gradient, and adds None for the arguments behind those whose gradients come back.
 _ops: Any = torch.ops.tunedcomm
 
 
@@ -40,15 +38,17 @@ def _sum_rows(grad: torch.Tensor) -> torch.Tensor:
     return grad.sum(dim=tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
 
 
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Nothing is kept: the gradient depends on no tensor of the call."""
 
 
-def _all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `all_reduce`."""
     return (_ops.all_reduce(grad, *ctx.options, *ctx.settings),)
 
 
-def _all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `all_gather`."""
     (dim,), (group_size, group, max_sms) = ctx.options, ctx.settings
     rest = (group_size, group, None, max_sms)
     if grad.is_complex():
@@ -59,37 +59,53 @@ def _all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return (mine.reshape(ctx.shape),)  # a tensor without dimensions comes back as one
 
 
-def _reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def broadcast(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `broadcast`."""
+    (root,), (group_size, group, max_sms) = ctx.options, ctx.settings
+    total = _ops.all_reduce(grad, "sum", group_size, group, None, max_sms)
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    if resolve(group).rank() == root:
+        return (total,)
+    # Zeros that are made of the sum: this rank's second derivative takes part in the root's.
+    return (total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0),)
+
+
+def reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `reduce_scatter`."""
     (op, dim), (group_size, group, _, max_sms) = ctx.options, ctx.settings
     mine = grad / group_size if op == "avg" else grad
     return (_ops.all_gather(mine, dim, group_size, group, max_sms).reshape(ctx.shape),)
 
 
-def _all_to_all(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def all_to_all(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `all_to_all`."""
     return (_ops.all_to_all(grad, *ctx.settings),)
 
 
-def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep whether the bias is a row."""
     ctx.is_row = inputs[1].dim() == 1
 
 
-def _all_reduce_bias(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def all_reduce_bias(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `all_reduce_bias`."""
     wants_x, wants_bias, *_ = ctx.needs_input_grad
     x = _ops.all_reduce(grad, "sum", *ctx.settings) if wants_x else None
     bias = _sum_rows(grad) if ctx.is_row else grad
     return x, bias if wants_bias else None
 
 
-def _refused(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+def refused(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     """Never called: the form's `refusal` is raised before."""
     raise AssertionError
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the weight and the rounded sum."""
     ctx.save_for_backward(inputs[1], output[1])
 
 
-def _all_reduce_rms_norm(ctx: Any, grad_y: torch.Tensor, grad_h: torch.Tensor) -> tuple[Any, ...]:
+def all_reduce_rms_norm(ctx: Any, grad_y: torch.Tensor, grad_h: torch.Tensor) -> tuple[Any, ...]:
     """With h the rounded sum, r = 1 / sqrt(mean(h²) + eps) and n = h · r, so that y = n · weight.
 
     dh = dh' + r · (dy · weight − n · mean(dy · weight · n)), from which dx = all_reduce(dh); all in fp32 or wider.
@@ -122,11 +138,13 @@ def _of_b(x: torch.Tensor, grad: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _product(grad.t(), x).t() if is_nk(b) else _product(x.t(), grad)
 
 
-def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep a and b."""
     ctx.save_for_backward(*inputs[:2])
 
 
-def _ag_gemm(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def ag_gemm(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `ag_gemm`."""
     a, b = ctx.saved_tensors
     wants_a, wants_b, *_ = ctx.needs_input_grad
     group_size, group, _, max_sms = ctx.settings
@@ -138,7 +156,8 @@ def _ag_gemm(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_a, grad_b
 
 
-def _keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the gathered a and every b."""
     _, b, _, scales, *_ = inputs
     several = b if isinstance(b, (list, tuple)) else [b]
     ctx.num_scales = len(scales) if isinstance(b, (list, tuple)) else None
@@ -146,7 +165,7 @@ def _keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(output[-1], *several)
 
 
-def _ag_gemm_gathered(ctx: Any, *found: Any) -> tuple[Any, ...]:
+def ag_gemm_gathered(ctx: Any, *found: Any) -> tuple[Any, ...]:
     """Of a product or a list of them, with the gathered a behind it.
 
     Which of several results a gradient reaches may differ from rank to rank, so the collective does not depend on it.
@@ -166,7 +185,8 @@ def _ag_gemm_gathered(ctx: Any, *found: Any) -> tuple[Any, ...]:
     return (grad_a, grads_b[0]) if ctx.num_scales is None else (grad_a, grads_b, None, [None] * ctx.num_scales)
 
 
-def _gemm_rs(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def gemm_rs(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `gemm_rs`."""
     a, b = ctx.saved_tensors
     wants_a, wants_b, *_ = ctx.needs_input_grad
     group_size, group, _, max_sms = ctx.settings
@@ -183,7 +203,8 @@ def _gemm_rs(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_a, grad_b
 
 
-def _gemm_ar(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def gemm_ar(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `gemm_ar`."""
     a, b = ctx.saved_tensors
     wants_a, wants_b, wants_bias, *_ = ctx.needs_input_grad
     grad_a = grad_b = None
@@ -194,29 +215,32 @@ def _gemm_ar(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_a, grad_b, _sum_rows(grad) if wants_bias else None
 
 
-def _keep_sent(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def keep_sent(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the ids and the rows."""
     ctx.save_for_backward(inputs[1], output[4])
 
 
-def _ep_dispatch(ctx: Any, grad: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+def ep_dispatch(ctx: Any, grad: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The gradient of `ep_dispatch`."""
     ids, rows = ctx.saved_tensors
     group_size, group, max_sms = ctx.settings
     ones = torch.ones_like(ids, dtype=torch.promote_types(grad.dtype, torch.float32))
     return (_ops.ep_combine(grad, ones, ids, rows, ctx.options[0], group_size, group, None, max_sms),)
 
 
-def _keep_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def keep_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep all inputs."""
     ctx.save_for_backward(*inputs[:4])
 
 
-def _ep_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def ep_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """The gradient is dispatched; an expert's row gets it times its weight, and the weight its product with the row.
 
     It is dispatched closely packed, for neither layout nor capacity of the forward dispatch are known here; its rows
     are then taken in the order of those that `rows` names.
     """
     results, weights, ids, rows = ctx.saved_tensors
-    wants_results, wants_weights, *_ = ctx.needs_input_grad
+    wants_results, wants_weights, *_ = ctx.needs_input_grad  # of this rank alone: all exchanges are made
     group_size, group, _, max_sms = ctx.settings
     rest = (group_size, group, max_sms)
     sent = _ops.ep_dispatch(grad, ids, ctx.options[0], rows.numel(), "contiguous", "", 1, True, *rest)
@@ -228,32 +252,10 @@ def _ep_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return values.new_zeros(len(flat) + 1).index_put((target,), values)[: len(flat)]
 
     come = sent[0][by_row(sent[4].long().clamp(min=0))].to(wide)
-    grad_results = grad_weights = None
-    if wants_results:
-        every_weight = _ops.all_gather(weights.to(wide), 0, *rest).view(rows.shape)
-        grad_results = (come * by_row(every_weight).unsqueeze(-1)).to(flat.dtype).view(results.shape)
-    if wants_weights:
-        used = by_row(torch.ones_like(rows, dtype=wide)) > 0
-        dots = torch.where(used, (come * flat.to(wide)).sum(-1), 0.0)
-        dots = torch.nn.functional.pad(dots, (0, 1))[target].view(-1, rows.shape[2])
-        grad_weights = _ops.reduce_scatter(dots, "sum", 0, group_size, group, None, max_sms).to(weights.dtype)
-    return grad_results, grad_weights
-
-
-# Operator to its gradient.
-FORMULAS: dict[str, Formula] = {
-    "all_reduce": (_keep_nothing, _all_reduce),
-    "all_gather": (_keep_nothing, _all_gather),
-    "reduce_scatter": (_keep_nothing, _reduce_scatter),
-    "all_to_all": (_keep_nothing, _all_to_all),
-    "all_reduce_bias": (_keep_bias, _all_reduce_bias),
-    "all_reduce_rms_norm": (_keep_norm, _all_reduce_rms_norm),
-    "all_reduce_rms_norm_quantized": (_keep_nothing, _refused),
-    "ag_gemm": (_keep_operands, _ag_gemm),
-    "ag_gemm_gathered": (_keep_gathered, _ag_gemm_gathered),
-    "ag_gemm_list": (_keep_gathered, _ag_gemm_gathered),
-    "gemm_rs": (_keep_operands, _gemm_rs),
-    "gemm_ar": (_keep_operands, _gemm_ar),
-    "ep_dispatch": (_keep_sent, _ep_dispatch),
-    "ep_combine": (_keep_results, _ep_combine),
-}
+    every_weight = _ops.all_gather(weights.to(wide), 0, *rest).view(rows.shape)
+    grad_results = (come * by_row(every_weight).unsqueeze(-1)).to(flat.dtype).view(results.shape)
+    used = by_row(torch.ones_like(rows, dtype=wide)) > 0
+    dots = torch.where(used, (come * flat.to(wide)).sum(-1), 0.0)
+    dots = torch.nn.functional.pad(dots, (0, 1))[target].view(-1, rows.shape[2])
+    grad_weights = _ops.reduce_scatter(dots, "sum", 0, group_size, group, None, max_sms).to(weights.dtype)
+    return grad_results if wants_results else None, grad_weights if wants_weights else None

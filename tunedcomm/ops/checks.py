@@ -32,6 +32,8 @@ MOVED: Mapping[torch.dtype, str] = {
     torch.float8_e5m2: "float8_e5m2",
     torch.float8_e4m3fnuz: "uint8",
     torch.float8_e5m2fnuz: "uint8",
+    torch.float8_e8m0fnu: "uint8",
+    torch.float4_e2m1fn_x2: "uint8",  # two numbers
     torch.uint16: "int16",
     torch.uint32: "int32",
     torch.uint64: "int64",
@@ -44,6 +46,14 @@ def check_tensor(op: str, x: Any, name: str = "") -> None:
         said = f"{name} of {op}" if name else op
         advice = f"; pass torch.from_numpy({name or 'x'})" if type(x).__module__ == "numpy" else ""
         raise UnsupportedInputError(f"{said} wants a torch.Tensor, got {type(x).__name__}{advice}")
+
+
+def check_nested(tensors: Sequence[Any]) -> None:
+    """Refuse nested tensors: their parts have different shapes, on every rank others."""
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_nested for tensor in tensors):
+        raise UnsupportedInputError(
+            "nested tensors have no shape that ranks could share; pass x.values() or x.to_padded_tensor(0.0)"
+        )
 
 
 def check_input(op: str, x: Any, name: str = "") -> None:
@@ -89,6 +99,12 @@ def check_bias(op: str, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         check_extra(op, x, bias, "bias", tuple(x.shape))
 
 
+def reduction_name(op: Any) -> Any:
+    """The reduction's name: `sum` for "SUM" and `ReduceOp.SUM`; what names no reduction as it is."""
+    name = op if isinstance(op, str) else getattr(op, "name", op)
+    return name.lower() if isinstance(name, str) else op
+
+
 def check_reduction(op: Any, x: torch.Tensor, reductions: Sequence[str]) -> None:
     """Refuse unknown reductions, and means of integers."""
     if op not in reductions:
@@ -129,15 +145,22 @@ def goes_by_operator(tensors: Sequence[Any]) -> bool:
     """
     check_tangents(tensors)
     if _num_modes():
+        check_nested(tensors)
         return True
     _check_transforms()
     recording = torch.is_grad_enabled()
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and (
-            (recording and tensor.requires_grad) or type(tensor).__torch_dispatch__ is not _plain_dispatch
-        ):
-            return True
+        if isinstance(tensor, torch.Tensor):
+            if tensor.is_nested:
+                check_nested(tensors)
+            if (recording and tensor.requires_grad) or type(tensor).__torch_dispatch__ is not _plain_dispatch:
+                return True
     return False
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """True for a tensor that a tracer or another subclass of Tensor stands behind."""
+    return bool(_num_modes()) or type(tensor).__torch_dispatch__ is not _plain_dispatch
 
 
 def _check_transforms() -> None:
@@ -154,6 +177,7 @@ def check_plain(op: str, tensors: Sequence[Any]) -> None:
     Raises:
         UnsupportedInputError: inside a `torch.func` transform, or a tensor defines `__torch_dispatch__`, or a tangent.
     """
+    check_nested(tensors)
     check_tangents(tensors)
     _check_transforms()
     for tensor in tensors:

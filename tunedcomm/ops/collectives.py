@@ -1,8 +1,8 @@
-"""The collectives: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and the fused forms of `all_reduce`.
+"""The collectives: reductions, gathers, exchanges, `broadcast`, and `all_reduce_bias`.
 
-Each op is a small `Form` that says what it takes, and a public function that runs the last call's fast call or hands
-over to the op's `CallPath`. The functions repeat these few lines because a call shared by them would cost what fast
-calls save.
+Each op is a small `OpAdapter` that says what it takes, and a public function that runs the last call's fast call or
+hands over to the op's `CallPath`. The functions repeat these few lines because a call shared by them would cost what
+fast calls save.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,59 +18,48 @@ from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels.all_reduce_rms_norm.op import (
-    EPS,
-    GROUP,
-    Given,
-    add_and_norm,
-    eps_bits,
-    form_named,
-    form_of,
-    given_of,
-)
-from tunedcomm.kernels.all_to_all.op import layout_of
-from tunedcomm.ops.call import CallPath, Form, Group, Results, Tensors, problem_of, stride_of, world
+from tunedcomm.kernels.all_to_all.op import layout_of, row_numel
+from tunedcomm.ops import autograd
+from tunedcomm.ops.adapter import Group, OpAdapter, Results, Tensors, TorchCall, TorchServe, problem_of
+from tunedcomm.ops.call import CallPath
 from tunedcomm.ops.checks import (
     FLOATS,
     INTEGERS,
     MOVED,
     check_bias,
     check_dtype,
-    check_extra,
     check_input,
     check_plain,
     check_reduction,
     normal_dim,
+    reduction_name,
     refuse_async,
 )
+from tunedcomm.ops.fast_call import world
 from tunedcomm.spec import NumericsPolicy, Problem
+
+if TYPE_CHECKING:
+    from tunedcomm.dispatch.communicator import Communicator
 
 _REDUCED = {**FLOATS, **INTEGERS}
 _REDUCTIONS = ("sum", "avg", "max", "min")
 _LINEAR = ("sum", "avg")
-# Dtypes that all_gather's problems name; others go by the integer of their size, for bytes are bytes.
-_GATHERED = {
-    **FLOATS,
-    **INTEGERS,
-    torch.int16: "int16",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-}
+# Names in problems of dtypes that `MOVED` lacks: the integer of their size, for bytes are bytes.
 _BY_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 _WIDEST = 8
-Quantize: TypeAlias = Literal["tensor", "token", "group128"]
-# `quantize` of all_reduce_rms_norm, "" for None, to its name in problems.
-QUANTIZE = {"": "", "tensor": "fp8", "token": "token", "group128": "group128"}
 
 
-class _Reduction(Form):
+class _Reduction(OpAdapter):
     """An op that does nothing but reduce; the first option says how."""
 
-    tells_memory = True
+    depends_on_memory = True
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         check_dtype(self.op, inputs[0], _REDUCED, ", whose sum and avg are the same")
         check_reduction(options[0], inputs[0], _REDUCTIONS)
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        return (*inputs, *outputs), (problem.reduction, 0)[: len(self.options)]
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         return "" if options[0] in _LINEAR else f"{self.op} with op={options[0]!r}"
@@ -80,6 +69,11 @@ class _AllReduce(_Reduction):
     op = "all_reduce"
     options = ("str op",)
     aliases = {"out": "x"}  # noqa: RUF012 - never changed
+    gradient = autograd.keep_nothing, autograd.all_reduce
+    torch_operators = ("c10d::allreduce_", "_c10d_functional::all_reduce", "_c10d_functional::all_reduce_")
+
+    def serve_torch(self, call: TorchCall) -> TorchServe | None:
+        return None if call.arguments.get("sparse_indices") is not None else TorchServe((call.reduction,), call.x)
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         x = inputs[0]
@@ -92,7 +86,7 @@ _all_reduce: CallPath[torch.Tensor] = CallPath(_AllReduce())
 def all_reduce(
     x: torch.Tensor,
     *,
-    op: str = "sum",
+    op: str | dist.ReduceOp.RedOpType = "sum",
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
     numerics: NumericsPolicy | None = None,
@@ -104,8 +98,8 @@ def all_reduce(
     Args:
         x: any shape, any strides. Kernels take bf16, fp16 and fp32; fp64, int8, uint8, int32 and int64 run the variant
             `library` on GPUs. The same number of elements and dtype on every rank. Left as it is unless `out` is `x`.
-        op: `sum`, `avg`, `max` or `min`; `avg` not for integers. Kernels do `sum` and `avg`, the variant `library` does
-            all.
+        op: `sum`, `avg`, `max`, `min` or torch's `ReduceOp` of that name; `avg` not for integers. Kernels do `sum` and
+            `avg`, the variant `library` does all.
         group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
             of graph captures.
         out: where to write: same shape, dtype and device as `x`, any strides; may be `x`. None allocates it.
@@ -115,7 +109,7 @@ def all_reduce(
             beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
             chooses for itself. None: no limit.
         async_op: False, as in `torch.distributed`. Calls are enqueued on the current stream and return tensors;
-            `tunedcomm.intercept` serves those of `torch.distributed` that return a work object.
+            `tunedcomm.intercept` serves calls of `torch.distributed` that return a work object.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype.
@@ -131,27 +125,35 @@ def all_reduce(
     `tunedcomm.all_reduce_(x)` is the same with `out=x`. Can be captured in CUDA graphs; enqueues on the current stream;
     never synchronises the host.
     """
-    if not (async_op or is_dynamo_compiling()):
-        fast = _all_reduce.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            result = fast(x, out, op, numerics, max_sms)
-            if result is not None:
-                return result
-    refuse_async("all_reduce", async_op)
-    return _all_reduce.call((x, out), (op,), group, numerics, max_sms)
+    try:
+        if not (async_op or is_dynamo_compiling()):
+            fast = _all_reduce.last.get(world._default_pg if group is None else group)
+            if fast is not None:
+                result = fast(x, out, op, numerics, max_sms)
+                if result is not None:
+                    return result
+        refuse_async("all_reduce", async_op)
+        return _all_reduce.call((x, out), (reduction_name(op),), group, numerics, max_sms)
+    except BaseException as error:
+        _all_reduce.left(error, x, group)
+        raise
 
 
 def all_reduce_(
     x: torch.Tensor,
     *,
-    op: str = "sum",
+    op: str | dist.ReduceOp.RedOpType = "sum",
     group: dist.ProcessGroup | None = None,
     numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
 ) -> torch.Tensor:
     """`all_reduce` in place: `x` holds the result and is returned."""
-    return all_reduce(x, op=op, group=group, out=x, numerics=numerics, max_sms=max_sms, async_op=async_op)
+    try:
+        return all_reduce(x, op=op, group=group, out=x, numerics=numerics, max_sms=max_sms, async_op=async_op)
+    except BaseException as error:
+        _all_reduce.left(error, x, group)
+        raise
 
 
 def _leads(x: torch.Tensor, dim: int) -> bool:
@@ -159,13 +161,30 @@ def _leads(x: torch.Tensor, dim: int) -> bool:
     return all(extent == 1 for extent in x.shape[: dim % max(x.dim(), 1)])
 
 
-class _AllGather(Form):
+def _bytes_problem(op: str, x: torch.Tensor, world_size: int) -> Problem:
+    """The problem of an op that moves tensors of any dtype."""
+    size = x.element_size()
+    dtype = MOVED.get(x.dtype) or _BY_SIZE[min(size, _WIDEST)]
+    return problem_of(op, (x.numel() * max(size // _WIDEST, 1),), dtype, world_size, reduction="", mode="eager")
+
+
+class _AllGather(OpAdapter):
     """Kernels gather along the first dimension that is longer than 1; along others their result is permuted."""
 
     op = "all_gather"
     options = ("int dim",)
     reduces = False
-    tells_memory = True
+    depends_on_memory = True
+    gradient = autograd.keep_nothing, autograd.all_gather
+    torch_operators = (
+        "c10d::_allgather_base_",
+        "_c10d_functional::all_gather_into_tensor",
+        "_c10d_functional::all_gather_into_tensor_out",
+    )
+
+    def serve_torch(self, call: TorchCall) -> TorchServe | None:
+        like = call.x if call.out is None else call.flat
+        return TorchServe((0,), like) if call.gives(call.world_size, 1) else None
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         normal_dim(self.op, inputs[0], options[0])
@@ -175,11 +194,10 @@ class _AllGather(Form):
             )
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        x = inputs[0]
-        size = x.element_size()
-        dtype = _GATHERED.get(x.dtype) or _BY_SIZE[min(size, _WIDEST)]
-        numel = x.numel() * max(size // _WIDEST, 1)
-        return problem_of(self.op, (numel,), dtype, world_size, reduction="", mode="eager")
+        return _bytes_problem(self.op, inputs[0], world_size)
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        return (*inputs, *outputs), (0,)
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         x = inputs[0]
@@ -195,7 +213,7 @@ class _AllGather(Form):
     def is_direct(self, inputs: Tensors, options: Any) -> bool:
         return _leads(inputs[0], options[0])
 
-    def leave(self, written: torch.Tensor, inputs: Tensors, options: Any, world_size: int) -> torch.Tensor:
+    def as_result(self, written: torch.Tensor, inputs: Tensors, options: Any, world_size: int) -> torch.Tensor:
         x = inputs[0]
         # The dimension stays split by rank: merged, it would be a copy more.
         return written.view(world_size, *x.shape).movedim(0, options[0] % x.dim())
@@ -235,14 +253,122 @@ def all_gather(
     Moves bytes: every bit arrives as it was, NaN payloads and the sign of zeros included. Can be captured in CUDA
     graphs; enqueues on the current stream; never synchronises the host.
     """
-    if not (async_op or is_dynamo_compiling()):
-        fast = _all_gather.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            result = fast(x, out, dim, "default", max_sms)
-            if result is not None:
-                return result
-    refuse_async("all_gather", async_op)
-    return _all_gather.call((x, out), (dim,), group, "default", max_sms)
+    try:
+        if not (async_op or is_dynamo_compiling()):
+            fast = _all_gather.last.get(world._default_pg if group is None else group)
+            if fast is not None:
+                result = fast(x, out, dim, "default", max_sms)
+                if result is not None:
+                    return result
+        refuse_async("all_gather", async_op)
+        return _all_gather.call((x, out), (dim,), group, "default", max_sms)
+    except BaseException as error:
+        _all_gather.left(error, x, group)
+        raise
+
+
+class _Broadcast(OpAdapter):
+    """The option is the root's rank within the group."""
+
+    op = "broadcast"
+    options = ("int root",)
+    aliases = {"out": "x"}  # noqa: RUF012 - never changed
+    reduces = False
+    gradient = autograd.keep_nothing, autograd.broadcast
+    torch_operators = ("c10d::broadcast_", "_c10d_functional::broadcast", "_c10d_functional::broadcast_")
+
+    def serve_torch(self, call: TorchCall) -> TorchServe | None:
+        root = call.arguments.get("root_rank", call.arguments.get("src"))
+        return TorchServe((root,), call.x)
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        root = options[0]
+        if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < world_size:
+            raise UnsupportedInputError(
+                f"{self.op} from rank {root!r} of a group of {world_size}; pass one from 0 to {world_size - 1}"
+            )
+        if inputs[0].is_quantized:
+            raise UnsupportedInputError(f"{self.op} does not take {inputs[0].dtype}; send x.int_repr() and its scales")
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        return _bytes_problem(self.op, inputs[0], world_size)
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        return (inputs[0], *outputs), (int(inputs[1]),)
+
+    def refusal(self, inputs: Tensors, options: Any) -> str:
+        return "" if inputs[0].dtype in FLOATS else f"{self.op} of {inputs[0].dtype}"
+
+    def scalars(self, inputs: Tensors, options: Any) -> Tensors:
+        return (options[0],)
+
+    def scalar_args(self, options: Any) -> tuple[int, ...]:
+        return (options[0],)
+
+
+_broadcast: CallPath[torch.Tensor] = CallPath(_Broadcast())
+
+
+def broadcast(
+    x: torch.Tensor,
+    src: int = 0,
+    *,
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | None = None,
+    group_src: int | None = None,
+    max_sms: int | None = None,
+    async_op: bool = False,
+) -> torch.Tensor:
+    """Give every rank of `group` the tensor of one of them.
+
+    Args:
+        x: any shape, any strides, any dtype but quantized ones; the same shape and dtype on every rank. Only the
+            root's values are read. Left as it is unless `out` is `x`.
+        src: the root, by its rank in the default group.
+        group: as in `all_reduce`.
+        out: where to write: same shape, dtype and device as `x`, any strides; may be `x`, as in `torch.distributed`.
+            None allocates it.
+        group_src: the root, by its rank within `group`; `src` is ignored then.
+        max_sms: as in `all_reduce`.
+        async_op: as in `all_reduce`.
+
+    Returns:
+        `out`, or a new contiguous tensor of `x`'s shape and dtype.
+
+    Raises:
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
+
+    Moves bytes: every bit arrives as it was sent. The gradient of the root's `x` is the sum of all ranks' gradients, of
+    other ranks' `x` zero; if the root's `x` needs a gradient, so must every rank's, for all take part in the sum.
+    TUNEDCOMM_NAN_CHECK does not look at it. Can be captured in CUDA graphs; enqueues on the current stream; never
+    synchronises the host.
+    """
+    try:
+        root = _root_of(src, group) if group_src is None else group_src
+        if not (async_op or is_dynamo_compiling()):
+            fast = _broadcast.last.get(world._default_pg if group is None else group)
+            if fast is not None:
+                result = fast(x, out, root, "default", max_sms)
+                if result is not None:
+                    return result
+        refuse_async("broadcast", async_op)
+        return _broadcast.call((x, out), (root,), group, "default", max_sms)
+    except BaseException as error:
+        _broadcast.left(error, x, group)
+        raise
+
+
+def _root_of(src: int, group: Group) -> int:
+    """The rank within the group of a rank of the default group."""
+    if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
+        return src
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except KeyError:  # the group was destroyed, which the call will say
+        return src
+    if src not in ranks:
+        raise UnsupportedInputError(f"broadcast from src={src}, which is not one of the group's ranks {ranks}")
+    return ranks.index(src)
 
 
 class _ReduceScatter(_Reduction):
@@ -250,6 +376,16 @@ class _ReduceScatter(_Reduction):
 
     op = "reduce_scatter"
     options = ("str op", "int dim")
+    gradient = autograd.keep_nothing, autograd.reduce_scatter
+    torch_operators = (
+        "c10d::_reduce_scatter_base_",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::reduce_scatter_tensor_out",
+    )
+
+    def serve_torch(self, call: TorchCall) -> TorchServe | None:
+        like = call.x if call.out is None else call.flat
+        return TorchServe((call.reduction, 0), like) if call.gives(1, call.world_size) else None
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         super().check(inputs, options, world_size)
@@ -279,7 +415,7 @@ class _ReduceScatter(_Reduction):
             return inputs
         return (inputs[0].movedim(options[1], 0).contiguous(),)
 
-    def leave(self, written: torch.Tensor, inputs: Tensors, options: Any, world_size: int) -> torch.Tensor:
+    def as_result(self, written: torch.Tensor, inputs: Tensors, options: Any, world_size: int) -> torch.Tensor:
         moved = list(inputs[0].movedim(options[1], 0).shape)
         return written.view(moved[0] // world_size, *moved[1:]).movedim(0, options[1])
 
@@ -290,7 +426,7 @@ _reduce_scatter: CallPath[torch.Tensor] = CallPath(_ReduceScatter())
 def reduce_scatter(
     x: torch.Tensor,
     *,
-    op: str = "sum",
+    op: str | dist.ReduceOp.RedOpType = "sum",
     dim: int = 0,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
@@ -323,22 +459,34 @@ def reduce_scatter(
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if not (async_op or is_dynamo_compiling()):
-        fast = _reduce_scatter.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            result = fast(x, out, op, dim, numerics, max_sms)
-            if result is not None:
-                return result
-    refuse_async("reduce_scatter", async_op)
-    return _reduce_scatter.call((x, out), (op, dim), group, numerics, max_sms)
+    try:
+        if not (async_op or is_dynamo_compiling()):
+            fast = _reduce_scatter.last.get(world._default_pg if group is None else group)
+            if fast is not None:
+                result = fast(x, out, op, dim, numerics, max_sms)
+                if result is not None:
+                    return result
+        refuse_async("reduce_scatter", async_op)
+        return _reduce_scatter.call((x, out), (reduction_name(op), dim), group, numerics, max_sms)
+    except BaseException as error:
+        _reduce_scatter.left(error, x, group)
+        raise
 
 
-class _AllToAll(Form):
+class _AllToAll(OpAdapter):
     """Chunks lie one after another along dimension 0, in the input as in the result."""
 
     op = "all_to_all"
     reduces = False
-    tells_memory = True
+    depends_on_memory = True
+    gradient = autograd.keep_nothing, autograd.all_to_all
+    torch_operators = ("c10d::alltoall_base_",)
+
+    def serve_torch(self, call: TorchCall) -> TorchServe | None:
+        x, arguments = call.x, call.arguments
+        if arguments["output_split_sizes"] or arguments["input_split_sizes"] or x.dim() == 0:
+            return None
+        return TorchServe((), call.flat) if call.gives(1, 1) and not x.shape[0] % call.world_size else None
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         x = inputs[0]
@@ -387,17 +535,21 @@ def all_to_all(
     Every bit comes through as it was sent, NaN payloads and negative zeros included. Can be captured in CUDA graphs;
     enqueues on the current stream; never synchronises the host.
     """
-    if not (async_op or is_dynamo_compiling()):
-        fast = _all_to_all.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            result = fast(x, out, "default", max_sms)
-            if result is not None:
-                return result
-    refuse_async("all_to_all", async_op)
-    return _all_to_all.call((x, out), (), group, "default", max_sms)
+    try:
+        if not (async_op or is_dynamo_compiling()):
+            fast = _all_to_all.last.get(world._default_pg if group is None else group)
+            if fast is not None:
+                result = fast(x, out, "default", max_sms)
+                if result is not None:
+                    return result
+        refuse_async("all_to_all", async_op)
+        return _all_to_all.call((x, out), (), group, "default", max_sms)
+    except BaseException as error:
+        _all_to_all.left(error, x, group)
+        raise
 
 
-class _AllToAllV(Form):
+class _AllToAllV(OpAdapter):
     """The options are the rows for and from each rank, and their bound; the problem depends on the bound alone."""
 
     op = "all_to_all_v"
@@ -405,18 +557,65 @@ class _AllToAllV(Form):
     reduces = False
     has_operator = False
     repeats = False
+    torch_operators = ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single")
+
+    def serve_torch(self, call: TorchCall) -> TorchServe | None:
+        x, out, sizes = call.x, call.out, [call.arguments[f"{side}_split_sizes"] for side in ("input", "output")]
+        # Split sizes that are equal on this rank need not be so on others: ranks share only that there are any.
+        if x.is_nested or x.dim() == 0 or not (out is None or any(sizes)):
+            return None
+        if out is not None and (out.dtype != x.dtype or out.device != x.device):
+            return None
+        send, receive = (
+            list(given) if given or rows is None else [rows.shape[0] // call.world_size] * call.world_size
+            for given, rows in zip(sizes, (x, out), strict=True)
+        )
+        like = x  # one row: ranks have different numbers of rows
+        if x.layout is torch.strided:
+            like = x.detach()[:1] if x.shape[0] else x.detach().new_empty((1, *x.shape[1:]))
+        return TorchServe(
+            (send, receive, call.max_count), like, counts_elements=False, common=(None, None, call.max_count)
+        )
+
+    def torch_refusal(self, x: torch.Tensor, options: Any) -> str:
+        if options[2] is None:
+            return "rows by split sizes, and ranks do not know each other's; a bound is intercept()'s max_count"
+        return "" if options[2] and math.prod(x.shape[1:]) else "nothing moves"
+
+    def check_own(self, options: Any, communicator: Communicator) -> Any:
+        rank, world_size, max_count = communicator.rank, communicator.world_size, options[2]
+        try:
+            send, recv = (
+                tuple(_counts(name, counts, world_size, max_count))
+                for name, counts in zip(("send_counts", "recv_counts"), options, strict=False)
+            )
+            if send[rank] != recv[rank]:
+                raise UnsupportedInputError(
+                    f"rank {rank} sends itself {send[rank]} rows and expects {recv[rank]} of itself; send_counts and "
+                    "recv_counts must be equal there"
+                )
+        except UnsupportedInputError as refusal:
+            communicator.refuse_call(refusal)
+        return send, recv, max_count
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         x, send = inputs[0], options[0]
         check_dtype(self.op, x, MOVED)
         if send is not None and (x.dim() == 0 or x.shape[0] != sum(send)):  # None: planned for any counts
-            raise UnsupportedInputError(
+            refusal = UnsupportedInputError(
                 f"send_counts={list(send)} names {sum(send)} rows, but x has shape {tuple(x.shape)}; its dimension 0 "
                 "must be their sum"
             )
+            refusal.ends_group = world_size > 1  # the counts are this rank's own
+            raise refusal
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         return _rows_problem(math.prod(inputs[0].shape[1:]), inputs[0].dtype, options[2], world_size)
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        (x, *counts), row = inputs, row_numel(problem)
+        send, recv = (tuple(count // row for count in each.tolist()) for each in counts)
+        return (x.view(-1, row), outputs[0].view(-1, row)), (send, recv, problem.numel // row)
 
     def common_options(self, options: Any) -> Any:
         return options[2:]
@@ -427,14 +626,14 @@ class _AllToAllV(Form):
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         return [((sum(options[1]), *inputs[0].shape[1:]), inputs[0].dtype)]
 
-    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+    def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """Nothing moves on any rank; a rank that sends and gets nothing comes along where others may."""
         return options[2] == 0 or 0 in inputs[0].shape[1:]
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
         row = math.prod(inputs[0].shape[1:])
         send, recv = ([count * row for count in counts] for counts in options[:2])
-        return torch.tensor(send, device="cpu"), torch.tensor(recv, device="cpu")
+        return tuple(torch.tensor(counts, dtype=torch.int64, device="cpu") for counts in (send, recv))
 
 
 @functools.lru_cache
@@ -506,28 +705,24 @@ def all_to_all_v(
     Every bit comes through as it was sent. Can be captured in CUDA graphs, which replay the counts of the capture;
     enqueues on the current stream; never synchronises the host. Every rank must make the call, also one without rows.
     """
-    op = _all_to_all_v.form.op
-    refuse_async(op, async_op)
-    check_input(op, x)
-    check_plain(op, (x, out))
-    check_limit("max_count", max_count, "rows")
-    group = world._default_pg if group is None else group
-    communicator = _all_to_all_v.communicator(x, group)
-    send = _counts("send_counts", send_counts, communicator.world_size, max_count)
-    recv = _counts("recv_counts", recv_counts, communicator.world_size, max_count)
-    rank = communicator.rank
-    if send[rank] != recv[rank]:
-        raise UnsupportedInputError(
-            f"rank {rank} sends itself {send[rank]} rows and expects {recv[rank]} of itself; send_counts and "
-            "recv_counts must be equal there"
-        )
-    return _all_to_all_v.serve((x, out), (tuple(send), tuple(recv), max_count), group, "default", max_sms)
+    try:
+        op = _all_to_all_v.adapter.op
+        refuse_async(op, async_op)
+        check_plain(op, (x, out))
+        check_input(op, x)
+        check_limit("max_count", max_count, "rows")
+        group = world._default_pg if group is None else group
+        return _all_to_all_v.serve((x, out), (send_counts, recv_counts, max_count), group, "default", max_sms)
+    except BaseException as error:
+        _all_to_all_v.left(error, x, group)
+        raise
 
 
-class _AllReduceBias(Form):
+class _AllReduceBias(OpAdapter):
     op = "all_reduce_bias"
     inputs = ("x", "bias")
     aliases = {"out": "x"}  # noqa: RUF012 - never changed
+    gradient = autograd.keep_bias, autograd.all_reduce_bias
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         x, bias = inputs
@@ -540,9 +735,10 @@ class _AllReduceBias(Form):
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         x, bias = inputs
         columns = x.numel() if bias.dim() > 1 else x.shape[-1]  # with a bias of x's shape all of x is one row
-        return problem_of(self.op, (x.numel() // columns, columns), FLOATS[x.dtype], world_size, mode="eager")
+        rows = x.numel() // max(columns, 1)
+        return problem_of(self.op, (rows, columns), FLOATS[x.dtype], world_size, mode="eager")
 
-    def alone(self, inputs: Tensors, options: Any) -> Tensors:
+    def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
         return (inputs[0] + inputs[1],)
 
 
@@ -581,347 +777,14 @@ def all_reduce_bias(
     On GPUs rows that are no multiple of 16 bytes run the variant `library`. Can be captured in CUDA graphs; enqueues on
     the current stream; never synchronises the host.
     """
-    if not is_dynamo_compiling():
-        fast = _all_reduce_bias.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            result = fast(x, bias, out, numerics, max_sms)
-            if result is not None:
-                return result
-    return _all_reduce_bias.call((x, bias, out), (), group, numerics, max_sms)
-
-
-class _AllReduceRmsNorm(Form):
-    """The basic forms: y in x's dtype, or in fp8 with a given scale."""
-
-    op = "all_reduce_rms_norm"
-    inputs = ("x", "weight", "bias", "residual", "scale")
-    outputs: tuple[str, ...] = ("out", "residual_out")
-    aliases = {"residual_out": "residual"}  # noqa: RUF012 - never changed
-    optional = ("bias", "residual", "scale")
-    options: tuple[str, ...] = ("float eps", "ScalarType? out_dtype")
-
-    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        self.check_operands(inputs, options[0])
-        out_dtype, scale = options[1], inputs[4]
-        check_extra(self.op, inputs[0], inputs[2], "bias", (inputs[0].shape[-1],))
-        if out_dtype not in (None, torch.float8_e4m3fn):
-            raise UnsupportedInputError(f"out_dtype={out_dtype!r} is neither None (x's dtype) nor torch.float8_e4m3fn")
-        if (scale is None) != (out_dtype is None):
-            raise UnsupportedInputError(
-                "out_dtype=torch.float8_e4m3fn and scale= belong together; pass both or neither"
-            )
-
-    def check_operands(self, inputs: Tensors, eps: Any) -> None:
-        """Refuse tensors, and an eps, that no form takes."""
-        x, weight, _, residual, scale = inputs
-        check_dtype(self.op, x, FLOATS)
-        if x.dim() == 0:
-            raise UnsupportedInputError(
-                f"x of {self.op} has no dimensions; the last one is normalised: pass [..., hidden]"
-            )
-        if weight is None:
-            raise UnsupportedInputError(f"{self.op} wants a weight of shape ({x.shape[-1]},), got None")
-        check_extra(self.op, x, weight, "weight", (x.shape[-1],))
-        check_extra(self.op, x, residual, "residual", tuple(x.shape))
-        if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps < math.inf:
-            raise UnsupportedInputError(f"eps={eps!r} is no number from 0 on; 1e-6 is the default")
-        if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-            raise UnsupportedInputError(
-                f"scale has {scale.numel()} elements of {scale.dtype}; it must be one torch.float32"
-            )
-
-    def named(self, inputs: Tensors, options: Any) -> tuple[str, str]:
-        """Layout and scaling of the problem."""
-        _, _, bias, residual, scale = inputs
-        layout = "+".join(n for n, extra in (("bias", bias), ("residual", residual)) if extra is not None)
-        return layout, "fp8" if scale is not None else ""
-
-    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        x, hidden = inputs[0], inputs[0].shape[-1]
-        layout, scaling = self.named(inputs, options)
-        shape = (x.numel() // hidden, hidden)
-        return problem_of(self.op, shape, FLOATS[x.dtype], world_size, layout=layout, scaling=scaling, mode="eager")
-
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
-        x, shape = inputs[0], tuple(inputs[0].shape)
-        return [(shape, options[1] or x.dtype), (shape, x.dtype)]
-
-    def refusal(self, inputs: Tensors, options: Any) -> str:
-        return f"{self.op} with out_dtype={options[1]}" if options[1] is not None else ""
-
-    def scalars(self, inputs: Tensors, options: Any) -> Tensors:
-        return (float(options[0]),)
-
-    def scalar_args(self, options: Any) -> tuple[int, ...]:
-        return (eps_bits(float(options[0])),)
-
-    def alone(self, inputs: Tensors, options: Any) -> Tensors:
-        given = Given._make((*inputs, float(options[0]), 0.0))
-        return add_and_norm(given.x, given, form_named(*self.named(inputs, options)))
-
-
-class _AllReduceRmsNormQuantized(_AllReduceRmsNorm):
-    """The other forms. Scales have the shape of their memory; outputs that a form does not have are empty."""
-
-    outputs = ("out", "residual_out", "scales", "norm_out")
-    options = (
-        *("float eps", "str quantize", "str scales_layout", "bool pow2_scales", "bool with_norm"),
-        "float weight_offset",
-    )
-
-    @property
-    def operator(self) -> str:
-        return "all_reduce_rms_norm_quantized"
-
-    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        x, _, bias, residual, scale = inputs
-        eps, quantize, scales_layout, pow2_scales, _, offset = options
-        self.check_operands(inputs, eps)
-        check_bias(self.op, x, bias)
-        if quantize not in QUANTIZE:
-            allowed = ", ".join(repr(name) for name in QUANTIZE if name)
-            raise UnsupportedInputError(f"quantize={quantize!r} is neither None nor one of {allowed}")
-        if (scale is not None) != (quantize == "tensor"):
-            raise UnsupportedInputError("quantize='tensor' and scale= belong together; other forms make their scales")
-        if scales_layout not in ("row", "column"):
-            raise UnsupportedInputError(f"scales_layout={scales_layout!r} is neither 'row' nor 'column'")
-        if quantize != "group128" and (pow2_scales or scales_layout == "column"):
-            raise UnsupportedInputError("pow2_scales=True and scales_layout='column' are for quantize='group128' alone")
-        if quantize == "group128" and x.shape[-1] % GROUP:
-            raise UnsupportedInputError(
-                f"quantize='group128' wants a multiple of {GROUP} columns, x has {x.shape[-1]}; pad them, or pass "
-                "quantize='token'"
-            )
-        if not isinstance(offset, (int, float)) or isinstance(offset, bool) or not math.isfinite(offset):
-            raise UnsupportedInputError(f"weight_offset={offset!r} is no finite number; 0.0 is the default")
-        if form_named(*self.named(inputs, options)).is_basic or (_is_full(bias) and residual is None):
-            raise UnsupportedInputError(
-                f"{self.operator} serves what {self.op} does not; call that, with a bias of x's shape as the residual"
-            )
-
-    def named(self, inputs: Tensors, options: Any) -> tuple[str, str]:
-        _, _, bias, residual, _ = inputs
-        _, quantize, scales_layout, pow2_scales, with_norm, offset = options
-        layout = {
-            "full_bias" if _is_full(bias) else "bias": bias is not None,
-            "residual": residual is not None,
-            "offset": bool(offset),
-        }
-        scaling = {
-            QUANTIZE[quantize]: bool(quantize),
-            "columns": scales_layout == "column",
-            "pow2": pow2_scales,
-            "norm": with_norm and bool(quantize),
-        }
-        return tuple("+".join(name for name, there in parts.items() if there) for parts in (layout, scaling))  # type: ignore[return-value]
-
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
-        x, shape = inputs[0], tuple(inputs[0].shape)
-        form = form_named(*self.named(inputs, options))
-        scales = form.scales_shape(math.prod(shape[:-1]), shape[-1])
-        if not form.columns:
-            scales = (*shape[:-1], *scales[1:]) if form.num_scales(shape[-1]) else scales
-        dtype = torch.float8_e4m3fn if form.quantize else x.dtype
-        return [(shape, dtype), (shape, x.dtype), (scales, torch.float32), (shape if form.norm else (0,), x.dtype)]
-
-    def refusal(self, inputs: Tensors, options: Any) -> str:
-        return f"{self.op} with quantize={options[1] or None!r}, weight_offset={options[5]!r} and a bias of x's shape"
-
-    def scalars(self, inputs: Tensors, options: Any) -> Tensors:
-        return float(options[0]), float(options[5])
-
-    def scalar_args(self, options: Any) -> tuple[int, ...]:
-        return eps_bits(float(options[0])), eps_bits(float(options[5]))
-
-    def alone(self, inputs: Tensors, options: Any) -> Tensors:
-        given, form = Given(*inputs, *self.scalars(inputs, options)), form_named(*self.named(inputs, options))
-        y, h, scales, norm = add_and_norm(given.x, given, form)
-        if form.columns:
-            rows = scales.reshape(-1, scales.shape[-1]).t()
-            scales = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
-        return y, h, scales, norm
-
-
-_all_reduce_rms_norm: CallPath[tuple[torch.Tensor, torch.Tensor]] = CallPath(_AllReduceRmsNorm())
-_quantized: CallPath[tuple[torch.Tensor, ...]] = CallPath(_AllReduceRmsNormQuantized())
-
-
-def _is_full(bias: torch.Tensor | None) -> bool:
-    """True for a bias of x's shape and not of a row's."""
-    return isinstance(bias, torch.Tensor) and bias.dim() > 1
-
-
-def rms_norm_quantized(
-    tensors: Tensors, options: tuple[Any, ...], group: Group, numerics: NumericsPolicy | None, max_sms: int | None
-) -> tuple[torch.Tensor, ...]:
-    """(y, residual_out, scales, norm) of a form that is not basic, as the operator has them."""
-    if not is_dynamo_compiling():
-        fast = _quantized.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            results = fast(*tensors, *options, numerics, max_sms)
-            if results is not None:
-                return results
-    return _quantized.call(tensors, options, group, numerics, max_sms)
-
-
-@overload
-def all_reduce_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    group: dist.ProcessGroup | None = None,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    scale: torch.Tensor | None = None,
-    numerics: NumericsPolicy | None = None,
-    max_sms: int | None = None,
-    quantize: Literal["tensor"] | None = None,
-    with_norm: Literal[False] = False,
-    weight_offset: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def all_reduce_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    group: dist.ProcessGroup | None = None,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    scale: torch.Tensor | None = None,
-    numerics: NumericsPolicy | None = None,
-    max_sms: int | None = None,
-    quantize: Quantize,
-    scales_layout: Literal["row", "column"] = "row",
-    pow2_scales: bool = False,
-    with_norm: bool = False,
-    weight_offset: float = 0.0,
-) -> tuple[torch.Tensor, ...]: ...
-def all_reduce_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    group: dist.ProcessGroup | None = None,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    scale: torch.Tensor | None = None,
-    numerics: NumericsPolicy | None = None,
-    max_sms: int | None = None,
-    quantize: Quantize | None = None,
-    scales_layout: Literal["row", "column"] = "row",
-    pow2_scales: bool = False,
-    with_norm: bool = False,
-    weight_offset: float = 0.0,
-) -> tuple[torch.Tensor, ...]:
-    """Sum `x` over all ranks of `group`, add bias and residual, and take the RMS norm over the last dimension.
-
-    With s the sum, rounded to `x`'s dtype as `all_reduce` rounds it:
-
-        residual_out = s + bias + residual                                    added in fp32, rounded once
-        y = residual_out / sqrt(mean(residual_out²) + eps) · weight           from the rounded residual_out, in fp32
-
-    With `quantize` the result is y in fp8 e4m3, saturated. Scales that are made here follow from y rounded to `x`'s
-    dtype, over a row (`token`) or each 128 columns of it (`group128`):
-
-        scales = max(max(abs(y)), 1e-10) / 448,     out = y · (1 / scales),     so that y ≈ out · scales
-
-    Where y has an infinity the scale is infinite, where it has a NaN the scale is NaN.
-
-    Args:
-        x: partial sums, [..., hidden], any strides. Kernels take bf16, fp16 and fp32; fp64 runs the variant `library`.
-            The same shape and dtype on every rank. Left as it is.
-        weight: [hidden], of `x`'s dtype. As bias, residual, eps and scale the same on every rank for the results to be.
-        bias: [hidden], added to every row of the sum, or of `x`'s shape; of `x`'s dtype. None adds nothing.
-        residual: of `x`'s shape and dtype, added to the sum; None adds nothing.
-        eps: added to the mean of squares; a number from 0 on.
-        group: as in `all_reduce`.
-        out: where to write y: of `x`'s shape and `out_dtype`, any strides, memory of its own. None allocates it.
-        residual_out: where to write s + bias + residual: of `x`'s shape and dtype, any strides; may be `residual`. None
-            allocates it.
-        out_dtype: `torch.float8_e4m3fn` for y / scale, saturated, in that dtype; None for y in `x`'s.
-        scale: one fp32 on the device, with `out_dtype` and only then. y is multiplied by its reciprocal.
-        numerics: as in `all_reduce`. Ordered: summed in fp32 in rank order, then the rule above with all sums in a
-            fixed order; the bits do not depend on tuning.
-        max_sms: as in `all_reduce`.
-        quantize: `tensor` divides y by `scale`, as `out_dtype` does; `token` makes a scale for every row, [..., 1];
-            `group128` one for every 128 columns of a row, [..., hidden / 128], hidden a multiple of 128. None: y in
-            `x`'s dtype.
-        scales_layout: `row` for contiguous scales; `column`, with `group128`, for the same shape with the scales of a
-            group of columns one after another, each group at a multiple of 16 bytes, as grouped GEMMs read them.
-        pow2_scales: with `group128`, scales are rounded up to powers of two.
-        with_norm: with `quantize`, the norm in `x`'s dtype is returned, too.
-        weight_offset: added to the weight in fp32: 1.0 for models that store weight − 1.
-
-    Returns:
-        (y, residual_out): what was given, or new contiguous tensors. With `quantize` the scales that were made follow,
-        in fp32, and then the norm, if it is wanted.
-
-    Raises:
-        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
-
-    On GPUs rows that are no multiple of 16 bytes, or longer than 32 KiB, run the variant `library`. Can be captured in
-    CUDA graphs; enqueues on the current stream; never synchronises the host. There is a gradient without `quantize` and
-    `weight_offset`, and with a bias of `x`'s shape if there is no residual.
-    """
-    if _is_full(bias) and residual is None and bias.shape == x.shape:  # type: ignore[union-attr]
-        bias, residual = None, bias
-    if quantize is not None or weight_offset or with_norm or pow2_scales or scales_layout != "row" or _is_full(bias):
-        quantize = _quantize_of(quantize, out_dtype, with_norm=with_norm)
-        is_basic = quantize in (None, "tensor") and not (with_norm or weight_offset or pow2_scales or _is_full(bias))
-        if not is_basic or scales_layout != "row":
-            options = (eps, quantize or "", scales_layout, pow2_scales, with_norm, weight_offset)
-            tensors = (x, weight, bias, residual, scale, out, residual_out, None, None)
-            y, held, scales, norm = rms_norm_quantized(tensors, options, group, numerics, max_sms)
-            found: tuple[torch.Tensor, ...] = (y, held)
-            if quantize in ("token", "group128"):
-                if scales_layout == "column":
-                    scales = scales.t()[: math.prod(x.shape[:-1])].view(*x.shape[:-1], scales.shape[0])
-                found = (*found, scales)
-            return (*found, norm) if with_norm else found
-        out_dtype = torch.float8_e4m3fn
-    if not is_dynamo_compiling():
-        fast = _all_reduce_rms_norm.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            result = fast(x, weight, bias, residual, scale, out, residual_out, eps, out_dtype, numerics, max_sms)
-            if result is not None:
-                return result
-    return _all_reduce_rms_norm.call(
-        (x, weight, bias, residual, scale, out, residual_out), (eps, out_dtype), group, numerics, max_sms
-    )
-
-
-def _quantize_of(quantize: Quantize | None, out_dtype: torch.dtype | None, *, with_norm: bool) -> Quantize | None:
-    """The form of a call by either argument."""
-    if out_dtype not in (None, torch.float8_e4m3fn):
-        raise UnsupportedInputError(f"out_dtype={out_dtype!r} is neither None (x's dtype) nor torch.float8_e4m3fn")
-    found = "tensor" if quantize is None and out_dtype is not None else quantize
-    if with_norm and found is None:
-        raise UnsupportedInputError("with_norm=True is for results in fp8; without quantize= y is the norm itself")
-    return found
-
-
-def run_rms_norm(problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
-    """The public call that asks for `problem` on the default group."""
-    given, form, (out, residual_out, *more) = given_of(problem, inputs), form_of(problem), outputs
-    if form.is_basic:
-        all_reduce_rms_norm(
-            given.x, given.weight, bias=given.bias, residual=given.residual, out=out, residual_out=residual_out,
-            out_dtype=torch.float8_e4m3fn if problem.scaling else None, scale=given.scale,
-        )  # fmt: skip
-        return
-    quantize = next(name for name, value in QUANTIZE.items() if value == form.quantize)
-    options = (EPS, quantize, "column" if form.columns else "row", form.pow2, form.norm, given.offset)
-    shape = form.scales_shape(*problem.shape)
-    tensors = (*given[:5], out, residual_out, more[0].as_strided(shape, stride_of(shape)), more[1])
-    rms_norm_quantized(tensors, options, world._default_pg, "default", None)
+    try:
+        if not is_dynamo_compiling():
+            fast = _all_reduce_bias.last.get(world._default_pg if group is None else group)
+            if fast is not None:
+                result = fast(x, bias, out, numerics, max_sms)
+                if result is not None:
+                    return result
+        return _all_reduce_bias.call((x, bias, out), (), group, numerics, max_sms)
+    except BaseException as error:
+        _all_reduce_bias.left(error, x, group)
+        raise

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
+from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.dispatch.plans import Plan
-from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.errors import TunedCommError, UnsupportedInputError
 from tunedcomm.kernels.moe.op import (
     ALIGNMENT,
     LAYOUTS,
+    NO_ROOM,
     Overflow,
     bound_of,
     check,
     default_capacity,
     dispatched,
     offsets_of,
+    some_rows,
     token_shapes,
+    unfit,
     weighted_sum,
 )
-from tunedcomm.ops.call import Asked, CallPath, Form, Results, Tensors, problem_of, world
-from tunedcomm.ops.checks import FLOATS, check_dtype
+from tunedcomm.ops import autograd
+from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.call import CallPath
+from tunedcomm.ops.checks import FLOATS, check_dtype, is_traced
+from tunedcomm.ops.fast_call import is_capturing, raw_stream, world
 from tunedcomm.spec import NumericsPolicy, Problem
 
 Layout: TypeAlias = Literal["padded", "contiguous"]
@@ -34,7 +44,7 @@ _QUANTISED = ("", "token", "group128")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sent:
+class DispatchResult:
     """The result of `ep_dispatch`: the tokens of this rank's experts, and the fields that `ep_combine` needs.
 
     Attributes:
@@ -66,21 +76,27 @@ class Sent:
         Raises:
             PeerTimeoutError: a kernel gave up waiting for a peer.
             CapacityError: names the expert and its count.
-            UnsupportedInputError: `topk_ids` named an expert that does not exist.
+            UnsupportedInputError: `topk_ids` named an expert that does not exist, or `expert_out` lacked rows in use,
+                which ends the group.
         """
         if self.tokens.is_cuda:
             torch.cuda.current_stream(self.tokens.device).synchronize()
         communicator = _dispatch.communicator(self.tokens, world._default_pg if self.group is None else self.group)
-        communicator.check_peers()
-        Overflow.of(communicator.group, communicator.device).check(communicator)
+        with communicator.whole("ep_combine"):
+            communicator.check_peers()
+            Overflow.of(communicator.group, communicator.device).check(communicator)
 
 
-class _Dispatch(Form):
+Sent = DispatchResult  # its name until now
+
+
+class _Dispatch(OpAdapter):
     op = "ep_dispatch"
     inputs = ("x", "topk_ids")
     outputs = ("tokens", "scales", "counts", "offsets", "rows")
     options = ("int num_experts", "int? capacity", "str layout", "str quantize", "int alignment", "bool zeros")
     reduces = False
+    gradient = autograd.keep_sent, autograd.ep_dispatch
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         x, ids = inputs
@@ -124,10 +140,15 @@ class _Dispatch(Form):
         """Rows of an expert, or of all of them."""
         return default_capacity(problem, options[4]) if options[1] is None else int(options[1])
 
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        bound = bound_of(problem, outputs[0])
+        options = (problem.shape[3], bound, problem.layout, problem.scaling, ALIGNMENT, False)
+        return (*inputs, *outputs), options
+
     def refusal(self, inputs: Tensors, options: Any) -> str:
         return f"{self.op} with quantize={options[3]!r}" if options[3] else ""
 
-    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+    def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """No rank has a token."""
         if inputs[0].numel() and inputs[1].numel():
             return False
@@ -145,26 +166,27 @@ class _Dispatch(Form):
 class _DispatchPath(CallPath[Any]):
     """Calls where gradients are recorded leave zeros, and not just anything, behind an expert's tokens."""
 
-    def run(self, communicator: Any, inputs: Tensors, targets: Tensors, asked: Asked) -> Plan | None:
-        zeros = asked.options[-1]
+    def run(self, communicator: Any, inputs: Tensors, targets: Tensors, signature: CallSignature) -> Plan | None:
+        zeros = signature.options[-1]
         if zeros:
             targets[0].zero_()
         if communicator.world_size == 1 and inputs[0].numel() and inputs[1].numel():
-            problem, alignment = self.form.problem(inputs, asked.options, 1), asked.options[4]
-            bound = _Dispatch.capacity(problem, asked.options)
+            problem, alignment = self.adapter.problem(inputs, signature.options, 1), signature.options[4]
+            bound = _Dispatch.capacity(problem, signature.options)
             results, code = dispatched([inputs], 0, problem, bound, alignment)
             for target, result in zip(targets, results, strict=True):
                 target.copy_(result)
             Overflow.of(communicator.group, communicator.device).note(code, bound, communicator)
             return None
-        plan = super().run(communicator, inputs, targets, asked)
+        plan = super().run(communicator, inputs, targets, signature)
         return None if zeros else plan
 
 
-class _Combine(Form):
+class _Combine(OpAdapter):
     op = "ep_combine"
     inputs = ("expert_out", "topk_weights", "topk_ids", "rows")
     options = ("int num_experts",)
+    gradient = autograd.keep_results, autograd.ep_combine
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         results, weights, ids, rows = inputs
@@ -181,7 +203,7 @@ class _Combine(Form):
             )
         if rows.dtype != torch.int32 or tuple(rows.shape) != (world_size, *ids.shape):
             raise UnsupportedInputError(
-                f"rows of {self.op} have shape {tuple(rows.shape)} and {rows.dtype}; pass those of an ep_dispatch of "
+                f"rows of {self.op} have shape {tuple(rows.shape)} and {rows.dtype}; pass rows of an ep_dispatch of "
                 "the same tokens on this group"
             )
         check(self.problem(inputs, options, world_size, Problem))
@@ -195,11 +217,15 @@ class _Combine(Form):
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         return [((inputs[2].shape[0], inputs[0].shape[-1]), inputs[0].dtype)]
 
-    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
-        if inputs[2].numel() and inputs[0].numel():
+    def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+        """No rank has a token, or tokens have no elements; a rank without results takes part."""
+        if inputs[2].numel() and inputs[0].shape[-1]:
             return False
         results[0].zero_()
         return True
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        return (*inputs, *outputs), (problem.shape[3],)
 
     def key(self, tensors: Tensors) -> Any:
         return tuple(tensors[0].shape), tuple(tensors[2].shape)
@@ -209,11 +235,67 @@ class _Combine(Form):
         wide = torch.promote_types(results.dtype, torch.float32)
         return results.reshape(-1, results.shape[-1]), weights.to(wide), ids, rows
 
-    def alone(self, inputs: Tensors, options: Any) -> Tensors:
+    def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
         results, weights, ids, rows = inputs
-        results = results.reshape(-1, results.shape[-1])
+        results = some_rows(results.reshape(-1, results.shape[-1]))
         parts = [results[rows[0, :, k].long().clamp(min=0)] for k in range(ids.shape[1])]
         return (weighted_sum(parts, weights, rows[0] >= 0),)
+
+
+class _GuardedPath(CallPath[torch.Tensor]):
+    """Calls whose results may have fewer rows than are in use: the operator's calls, and trimmed results."""
+
+    def serve(
+        self, tensors: Tensors, options: Any, group: Group, numerics: NumericsPolicy | None, max_sms: int | None
+    ) -> torch.Tensor:
+        results, weights, ids, rows, out = tensors
+        num_rows = math.prod(results.shape[:-1])
+        if rows.is_cuda:  # nobody waits for the GPU
+            late = rows >= num_rows
+            if not is_capturing():
+                communicator = self.communicator(results, group)
+                Overflow.of(communicator.group, communicator.device).note(late.sum(), num_rows, communicator)
+            rows = rows.masked_fill(late, NO_ROOM)
+        elif rows.numel() and (needed := int(rows.max()) + 1) > num_rows:
+            self.refuse(tensors, options, group, numerics, needed)
+        return _combine.serve((results, weights, ids, rows, out), options, group, numerics, max_sms)
+
+    def run_problem(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        _combine.run_problem(problem, inputs, outputs)
+
+    def refuse(
+        self, tensors: Tensors, options: Any, group: Group, numerics: NumericsPolicy | None, needed: Any
+    ) -> NoReturn:
+        """Refuse what this rank alone knows: the group ends on every rank."""
+        results = tensors[0]
+        refusal = unfit(tuple(results.shape[:-1]), needed)
+        if is_dynamo_compiling() or is_traced(results):
+            raise refusal
+        communicator = self.communicator(results, group)
+        try:
+            communicator.refuse_call(refusal)
+        finally:
+            # Peers on other hosts, or in NCCL, do not look whether the group has ended.
+            if refusal.ends_group and communicator.ring is None and results.dim() > 1:
+                communicator.abandon(self.adapter.op, refusal)
+                with contextlib.suppress(TunedCommError):
+                    self._take_part(communicator, tensors, options, numerics)
+
+    def _take_part(
+        self, communicator: Communicator, tensors: Tensors, options: Any, numerics: NumericsPolicy | None
+    ) -> None:
+        """Send NaN where the library waits without looking whether the group has ended."""
+        results, weights, ids, rows, _ = tensors
+        nothing = results.detach().new_full((1, results.shape[-1]), math.nan)
+        own = (tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (weights, ids))
+        inputs = (nothing, *own, rows.clamp(max=0))
+        self.results(inputs, options, communicator.world_size, numerics, None)
+        signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
+        plan = self._plan(communicator, inputs, signature, in_place=False, symmetric=False)[0]
+        if plan.decision.candidate.variant == "library":
+            launch = communicator.in_turn(plan.problem, communicator.bind(plan.problem, plan.decision.candidate))
+            target = nothing.new_empty(len(ids), nothing.shape[-1])
+            launch(self.adapter.operands(inputs, options), (target,), raw_stream(communicator.device_index))
 
 
 def _check_ids(op: str, ids: torch.Tensor) -> None:
@@ -223,6 +305,7 @@ def _check_ids(op: str, ids: torch.Tensor) -> None:
 
 _dispatch = _DispatchPath(_Dispatch())
 _combine: CallPath[torch.Tensor] = CallPath(_Combine())
+_guarded = _GuardedPath(_Combine())  # the operator's
 
 
 def ep_dispatch(
@@ -236,7 +319,7 @@ def ep_dispatch(
     alignment: int = ALIGNMENT,
     group: dist.ProcessGroup | None = None,
     max_sms: int | None = None,
-) -> Sent:
+) -> DispatchResult:
     """Send every token to the ranks of its experts; each rank gets its experts' tokens, sorted by expert.
 
     Args:
@@ -257,28 +340,33 @@ def ep_dispatch(
         max_sms: as in `all_reduce`, for overlap with the experts' GEMMs.
 
     Returns:
-        `Sent`. Within an expert tokens stand in the order of (source rank, token, k), whatever variant runs. What lies
-        behind an expert's tokens is unspecified, but zeros unless gradients are switched off (`torch.no_grad()`): the
-        gradients of the experts' weights are sums over all rows.
+        `DispatchResult`. Within an expert tokens stand in the order of (source rank, token, k), whatever variant runs.
+        What lies behind an expert's tokens is unspecified, but zeros unless gradients are switched off
+        (`torch.no_grad()`): the gradients of the experts' weights are sums over all rows.
 
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
         CapacityError: an expert was sent more tokens than it has room for; on every rank. Calls of CPU tensors raise
-            it at once. GPUs write nothing out of bounds, and `Sent.check()` or the next call of either op raises it.
+            it at once. GPUs write nothing out of bounds, and `DispatchResult.check()` or the next call of either op
+            raises it.
 
     Its gradient is an `ep_combine` without weights. Can be captured in CUDA graphs; never synchronises the host.
     """
-    inputs = (x, topk_ids)
-    options = (num_experts, capacity, layout, quantize or "", alignment, torch.is_grad_enabled())
-    tokens, scales, counts, offsets, rows = _dispatch.call(
-        (*inputs, *(None,) * len(_Dispatch.outputs)), options, group, "default", max_sms
-    )
-    return Sent(tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group)
+    try:
+        inputs = (x, topk_ids)
+        options = (num_experts, capacity, layout, quantize or "", alignment, torch.is_grad_enabled())
+        tokens, scales, counts, offsets, rows = _dispatch.call(
+            (*inputs, *(None,) * len(_Dispatch.outputs)), options, group, "default", max_sms
+        )
+        return DispatchResult(tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group)
+    except BaseException as error:
+        _dispatch.left(error, x, group)
+        raise
 
 
 def ep_combine(
     expert_out: torch.Tensor,
-    sent: Sent,
+    sent: DispatchResult,
     topk_weights: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
@@ -288,8 +376,9 @@ def ep_combine(
     """Bring the experts' results back to the ranks of their tokens, and sum them by weight.
 
     Args:
-        expert_out: results in the shape and order of `sent.tokens`, of any hidden size. Kernels take bf16, fp16 and
-            fp32; fp64 runs the variant `library` on GPUs. Left as it is; rows that hold no token are not read.
+        expert_out: results in the shape and order of `sent.tokens`, of any hidden size; in the layout `contiguous`
+            rows behind the last one in use may be left out, where none is in use all of them. Kernels take bf16, fp16
+            and fp32; fp64 runs the variant `library` on GPUs. Left as it is; rows that hold no token are not read.
         sent: what `ep_dispatch` returned.
         topk_weights: [T, K], floating-point; used in fp32.
         out: where to write, [T, H] of expert_out's dtype, any strides. None allocates it.
@@ -303,22 +392,23 @@ def ep_combine(
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError, CapacityError: as in
             `ep_dispatch`.
+        GroupAbortedError: another rank's `expert_out` has another shape, or lacks rows in use, so its results are
+            missing here. On CPUs this call raises it. GPUs count such rows as zeros, and the next call raises it, or
+            `DispatchResult.check`.
 
     Differentiable in expert_out and topk_weights. Can be captured in CUDA graphs; never synchronises the host, but for
     the variant `library`.
     """
-    if not isinstance(sent, Sent):
-        raise UnsupportedInputError(f"sent is a {type(sent).__name__}; pass what ep_dispatch returned")
-    inputs = (expert_out, topk_weights, sent.topk_ids, sent.rows)
-    return _combine.call((*inputs, out), (sent.num_experts,), sent.group, numerics, max_sms)
-
-
-def run_dispatch(problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
-    """The public call that asks for `problem` on the default group, into given tensors."""
-    options = (problem.shape[3], bound_of(problem, outputs[0]), problem.layout, problem.scaling, ALIGNMENT, False)
-    _dispatch.call((*inputs, *outputs), options, None, "default", None)
-
-
-def run_combine(problem: Problem, inputs: Tensors, out: torch.Tensor) -> None:
-    """The public call that asks for `problem` on the default group, into a given tensor."""
-    _combine.call((*inputs, out), (problem.shape[3],), None, "default", None)
+    try:
+        if not isinstance(sent, DispatchResult):
+            raise UnsupportedInputError(f"sent is a {type(sent).__name__}; pass what ep_dispatch returned")
+        tensors, options = (expert_out, topk_weights, sent.topk_ids, sent.rows, out), (sent.num_experts,)
+        path = _combine
+        if isinstance(expert_out, torch.Tensor) and expert_out.shape[:-1] != (due := sent.tokens.shape[:-1]):
+            path = _guarded
+            if expert_out.dim() != 2 or len(due) > 1 or len(expert_out) > due[0]:
+                path.refuse(tensors, options, sent.group, numerics, tuple(due))
+        return path.call(tensors, options, sent.group, numerics, max_sms)
+    except BaseException as error:
+        _combine.left(error, expert_out, getattr(sent, "group", None))
+        raise

@@ -10,6 +10,7 @@ for what there is not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Hashable, Sequence
@@ -20,22 +21,22 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels.gemm.op import Wanted, layout_of, operands_of, product
-from tunedcomm.ops.call import (
-    Asked,
-    CallPath,
-    Form,
-    Group,
-    Results,
-    Tensors,
-    call_operator,
-    group_arguments,
-    problem_of,
-    world,
+from tunedcomm.errors import TunedCommError, UnsupportedInputError
+from tunedcomm.kernels.gemm.op import GemmLayout, gemm_layout, layout_name, operands_of, product
+from tunedcomm.ops import autograd
+from tunedcomm.ops.adapter import CallSignature, Formula, Group, OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.call import CallPath, call_operator, group_arguments
+from tunedcomm.ops.checks import (
+    FLOATS,
+    check_differentiable,
+    check_fits,
+    check_reduction,
+    goes_by_operator,
+    is_nk,
+    reduction_name,
 )
-from tunedcomm.ops.checks import FLOATS, check_differentiable, check_fits, check_reduction, goes_by_operator, is_nk
 from tunedcomm.ops.collectives import all_gather
+from tunedcomm.ops.fast_call import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
 _FP8 = torch.float8_e4m3fn
@@ -61,7 +62,7 @@ def _names(dtypes: Any) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
 
 
-class GemmForm(Form):
+class GemmAdapter(OpAdapter):
     """A fused GEMM; the first option is the result's dtype, None for the usual one."""
 
     inputs: tuple[str, ...] = ("a", "b", "scale_a", "scale_b")
@@ -151,14 +152,17 @@ class GemmForm(Form):
         a, b = given["a"], given["b"]
         shape = (math.prod(self.problem_rows(a, world_size)), b.shape[1], b.shape[0])
         dtype, out = _NAMED[a.dtype], _NAMED[out_dtype_of(a, options[0])]
-        wanted = Wanted(is_nk(b), given.get("bias") is not None, "gathered" in self.outputs, out)
+        wanted = GemmLayout(is_nk(b), given.get("bias") is not None, "gathered" in self.outputs, out)
         scaling = self.scaling(a, b, given["scale_a"], given["scale_b"])
-        layout = layout_of(wanted, dtype)
+        layout = layout_name(wanted, dtype)
         reduction = options[1] if len(options) > 1 else self.reduction
         return problem_of(self.op, shape, dtype, world_size, reduction, layout=layout, scaling=scaling, mode="eager")
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         return f"{self.op} of {_FP8}" if inputs[0].dtype == _FP8 else ""
+
+    def asks_for(self, problem: Problem) -> bool:
+        return gemm_layout(problem).gathered is (len(self.outputs) > 1)
 
     def problem_rows(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
         """Dimensions whose product is M."""
@@ -170,15 +174,21 @@ class GemmForm(Form):
         found = [((*leading, b.shape[1]), out_dtype_of(a, options[0])), ((*leading, a.shape[-1]), a.dtype)]
         return found[: len(self.outputs)]
 
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        given = operands_of(problem, inputs)._asdict()
+        given["b"] = given["b"].t() if gemm_layout(problem).nk else given["b"]
+        options = (outputs[0].dtype, problem.reduction)[: len(self.options)]
+        return (*(given[name] for name in self.inputs), *outputs), options
+
     def key(self, tensors: Tensors) -> Hashable:
         a, b = tensors[:2]
         return tuple(a.shape), tuple(b.shape) if isinstance(b, torch.Tensor) else None
 
-    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+    def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """There are no results where M or N is 0; a K of 0 is this rank's own matter where products are summed."""
         return all(result.numel() == 0 for result in results)
 
-    def served(self, inputs: Tensors) -> Tensors:
+    def launch_inputs(self, inputs: Tensors) -> Tensors:
         """Operands without columns as some of zeros: the sum over ranks is taken all the same."""
         if inputs[0].shape[-1]:
             return inputs
@@ -197,10 +207,10 @@ class GemmForm(Form):
             given["scale_b"] = scale_b.reshape((1, -1) if rowwise else (1,))
         return tuple(given.values())
 
-    def written(self, output: torch.Tensor) -> torch.Tensor:
+    def launch_output(self, output: torch.Tensor) -> torch.Tensor:
         return output.view(math.prod(output.shape[:-1]), output.shape[-1])
 
-    def alone(self, inputs: Tensors, options: Any) -> Tensors:
+    def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
         problem = self.problem(inputs, options, 1)
         operands = operands_of(problem, tuple(t for t in self.operands(inputs, options) if t is not None))
         m, n, _ = problem.shape
@@ -212,8 +222,9 @@ class GemmForm(Form):
         return tuple(found.view(shape) for found, shape in zip((out, operands.a), shapes, strict=False))
 
 
-class _AgGemm(GemmForm):
+class _AgGemm(GemmAdapter):
     op = "ag_gemm"
+    gradient: Formula | None = autograd.keep_operands, autograd.ag_gemm
 
     def leading(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
         return (a.shape[0] * world_size, *a.shape[1:-1])
@@ -224,16 +235,17 @@ class _AgGemm(GemmForm):
     def scalar_args(self, options: Any) -> tuple[int, ...]:
         return (0,)  # in place of the gathered a
 
-    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+    def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """Nothing is gathered where K is 0, on every rank alike; where N is, A may still be."""
         if inputs[0].shape[-1]:
-            return super().is_idle(inputs, results, options)
+            return super().needs_no_peers(inputs, results, options)
         results[0].zero_()
         return True
 
 
 class _AgGemmGathered(_AgGemm):
     outputs = ("out", "gathered")
+    gradient = autograd.keep_gathered, autograd.ag_gemm_gathered
 
     @property
     def operator(self) -> str:
@@ -263,7 +275,7 @@ def ag_gemm_gathered(
 class _AgGemmList(_AgGemm):
     """`ag_gemm` with a list of b, for lists of one length: every b, its scale and its out is a tensor of its own."""
 
-    has_operator = False  # that of lists of any length is `torch_ops.ListOperator`
+    has_operator = False  # the operator for lists of any length is `torch_ops.ListOperator`
     repeats = False
 
     def __init__(self, length: int) -> None:
@@ -272,6 +284,9 @@ class _AgGemmList(_AgGemm):
         self.inputs = ("a", "scale_a", *(f"b[{index}]" for index in range(length)), *scales)
         self.outputs = (*(f"out[{index}]" for index in range(length)), "gathered")
         self.optional = ("scale_a", *scales)
+
+    def asks_for(self, problem: Problem) -> bool:
+        return False
 
     @property
     def operator(self) -> str:
@@ -287,7 +302,7 @@ class _AgGemmList(_AgGemm):
         return max(range(self.length), key=lambda index: (inputs[2 + index].shape[1], -index))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        return _gathered.form.problem(self.each(inputs)[self.widest(inputs)], options, world_size)
+        return _gathered.adapter.problem(self.each(inputs)[self.widest(inputs)], options, world_size)
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         each = self.each(inputs)
@@ -298,42 +313,42 @@ class _AgGemmList(_AgGemm):
                     f"b[{index}] of {self.op} is of {b.dtype}, b[0] of {first.dtype}; all must be of a's dtype, "
                     f"{inputs[0].dtype}"
                 )
-            _ag_gemm.form.check(each[index], options, world_size)
+            _ag_gemm.adapter.check(each[index], options, world_size)
         kinds = [self.scaling(*one) for one in each]
         if len(set(kinds)) > 1:
             raise UnsupportedInputError(f"scales of {self.op} are {kinds}; they must be of one kind for all b")
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
-        each = [_gathered.form.results(one, options, world_size) for one in self.each(inputs)]
+        each = [_gathered.adapter.results(one, options, world_size) for one in self.each(inputs)]
         return [*(product for product, _ in each), each[0][1]]
 
 
 class _ListPath(CallPath[tuple[torch.Tensor, ...]]):
-    """The widest b by the fused op, the others by the library from what it gathered."""
+    """The widest b by the fused op, the others by the library from the gathered matrix."""
 
-    form: _AgGemmList
+    adapter: _AgGemmList
 
-    def run(self, communicator: Communicator, inputs: Tensors, targets: Tensors, asked: Asked) -> None:
-        each, (*outs, gathered) = self.form.each(inputs), targets
-        widest = self.form.widest(inputs)
+    def run(self, communicator: Communicator, inputs: Tensors, targets: Tensors, signature: CallSignature) -> None:
+        each, (*outs, gathered) = self.adapter.each(inputs), targets
+        widest = self.adapter.widest(inputs)
         _, _, scale_a, scale_b = each[widest]
         fused = (*each[widest], outs[widest], gathered)
-        ag_gemm_gathered(fused, asked.options[0], communicator.group, asked.numerics, asked.max_sms)
-        if len(each) > 1 and self.form.scaling(*each[widest]) == "rowwise":
+        ag_gemm_gathered(fused, signature.options[0], communicator.group, signature.numerics, signature.max_sms)
+        if len(each) > 1 and self.adapter.scaling(*each[widest]) == "rowwise":
             scale_a = all_gather(scale_a, group=communicator.group)
         for index, (_, b, _, scale_b) in enumerate(each):
             if index != widest:
-                _multiply((gathered, b, scale_a, scale_b), outs[index], asked.options)
+                _multiply((gathered, b, scale_a, scale_b), outs[index], signature.options)
 
 
 def _multiply(inputs: Tensors, out: torch.Tensor, options: Any) -> None:
     """The product of the gathered a and b, by the library."""
-    form = _ag_gemm.form
+    adapter = _ag_gemm.adapter
     sink = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    if not form.is_idle(inputs, (sink,), options):
-        problem = form.problem(inputs, options, 1)
-        taken = tuple(tensor for tensor in form.operands(inputs, options) if tensor is not None)
-        product(problem, operands_of(problem, taken), form.written(sink))
+    if not adapter.needs_no_peers(inputs, (sink,), options):
+        problem = adapter.problem(inputs, options, 1)
+        taken = tuple(tensor for tensor in adapter.operands(inputs, options) if tensor is not None)
+        product(problem, operands_of(problem, taken), adapter.launch_output(sink))
     if sink is not out:
         out.copy_(sink)
 
@@ -366,7 +381,15 @@ def _ag_gemm_list(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The products and the gathered a; inputs are a, the list of b, scale_a and the list of scale_b."""
     a, several, scale_a, scales = inputs
-    scales, targets = as_list(scales, "scale_b", len(several)), as_list(outs, "out", len(several))
+    scales = as_list(scales, "scale_b", len(several))
+    try:
+        targets = as_list(outs, "out", len(several))
+        if outs is not None and not is_dynamo_compiling():
+            check_differentiable("ag_gemm into a given tensor", (a, scale_a, *several, *scales, *targets))
+    except UnsupportedInputError:  # of this rank alone: it takes part
+        with torch.no_grad(), contextlib.suppress(TunedCommError):
+            _ag_gemm_list(inputs, None, out_dtype, group, numerics, max_sms)
+        raise
     tensors = (a, scale_a, *several, *scales, *targets, None)
     if not is_dynamo_compiling():
         group = world._default_pg if group is None else group
@@ -374,7 +397,7 @@ def _ag_gemm_list(
             path = list_path(len(several))
             *made, gathered = path.serve(tensors, (out_dtype,), group, numerics, max_sms)
             return made, gathered
-    refusal = _ag_gemm.form.refusal((a,), None) if outs is None else "ag_gemm into a given tensor"
+    refusal = _ag_gemm.adapter.refusal((a,), None) if outs is None else "ag_gemm into a given tensor"
     if refusal:
         check_differentiable(refusal, tensors)
     given = [scale for scale in scales if scale is not None]
@@ -410,7 +433,7 @@ def ag_gemm(
             shapes must. A list or tuple of them is multiplied one by one by what was gathered once: the first of the
             widest as one `b` would be, the others by cuBLAS (PyTorch's product on CPUs).
         scale_a, scale_b: fp32 on the device, with fp8 operands and only then. Either one element each, `scale_a` the
-            same on every rank, for it is that of the whole gathered matrix; or [m, ..., 1], gathered with `a_shard`,
+            same on every rank, for it scales the whole gathered matrix; or [m, ..., 1], gathered with `a_shard`,
             and [1, N]. They multiply the product. With a list of b `scale_b` is a list as long.
         out_dtype: of the result. With bf16 and fp16 operands theirs (as None) or fp32; with fp8 operands bf16 (as
             None), fp16 or fp32; fp32 and fp64 operands keep their own.
@@ -430,24 +453,29 @@ def ag_gemm(
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if isinstance(b, (list, tuple)):
-        found, gathered = _ag_gemm_list((a_shard, b, scale_a, scale_b), out, out_dtype, group, numerics, max_sms)
-        return (found, gathered) if return_gathered else found
-    if return_gathered:
-        both = (a_shard, b, scale_a, scale_b, out, None)
-        return ag_gemm_gathered(both, out_dtype, group, numerics, max_sms)
-    if not is_dynamo_compiling():
-        fast = _ag_gemm.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            result = fast(a_shard, b, scale_a, scale_b, out, out_dtype, numerics, max_sms)
-            if result is not None:
-                return result
-    return _ag_gemm.call((a_shard, b, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
+    try:
+        if isinstance(b, (list, tuple)):
+            found, gathered = _ag_gemm_list((a_shard, b, scale_a, scale_b), out, out_dtype, group, numerics, max_sms)
+            return (found, gathered) if return_gathered else found
+        if return_gathered:
+            both = (a_shard, b, scale_a, scale_b, out, None)
+            return ag_gemm_gathered(both, out_dtype, group, numerics, max_sms)
+        if not is_dynamo_compiling():
+            fast = _ag_gemm.last.get(world._default_pg if group is None else group)
+            if fast is not None:
+                result = fast(a_shard, b, scale_a, scale_b, out, out_dtype, numerics, max_sms)
+                if result is not None:
+                    return result
+        return _ag_gemm.call((a_shard, b, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
+    except BaseException as error:
+        _ag_gemm.left(error, a_shard, group)
+        raise
 
 
-class _GemmRs(GemmForm):
+class _GemmRs(GemmAdapter):
     op = "gemm_rs"
     options = ("ScalarType? out_dtype", "str op")
+    gradient = autograd.keep_operands, autograd.gemm_rs
 
     def leading(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
         return (a.shape[0] // world_size, *a.shape[1:-1])
@@ -470,7 +498,7 @@ def gemm_rs(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
-    op: str = "sum",
+    op: str | dist.ReduceOp.RedOpType = "sum",
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -507,21 +535,26 @@ def gemm_rs(
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if not is_dynamo_compiling():
-        fast = _gemm_rs.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            result = fast(a, b, scale_a, scale_b, out, out_dtype, op, numerics, max_sms)
-            if result is not None:
-                return result
-    return _gemm_rs.call((a, b, scale_a, scale_b, out), (out_dtype, op), group, numerics, max_sms)
+    try:
+        if not is_dynamo_compiling():
+            fast = _gemm_rs.last.get(world._default_pg if group is None else group)
+            if fast is not None:
+                result = fast(a, b, scale_a, scale_b, out, out_dtype, op, numerics, max_sms)
+                if result is not None:
+                    return result
+        return _gemm_rs.call((a, b, scale_a, scale_b, out), (out_dtype, reduction_name(op)), group, numerics, max_sms)
+    except BaseException as error:
+        _gemm_rs.left(error, a, group)
+        raise
 
 
-class _GemmAr(GemmForm):
+class _GemmAr(GemmAdapter):
     op = "gemm_ar"
     inputs = ("a", "b", "bias", "scale_a", "scale_b")
     optional = ("bias", "scale_a", "scale_b")
     reduction = "sum"
     least_dims = 1
+    gradient = autograd.keep_operands, autograd.gemm_ar
 
 
 _gemm_ar: CallPath[torch.Tensor] = CallPath(_GemmAr())
@@ -564,10 +597,14 @@ def gemm_ar(
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if not is_dynamo_compiling():
-        fast = _gemm_ar.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            result = fast(a, b, bias, scale_a, scale_b, out, out_dtype, numerics, max_sms)
-            if result is not None:
-                return result
-    return _gemm_ar.call((a, b, bias, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
+    try:
+        if not is_dynamo_compiling():
+            fast = _gemm_ar.last.get(world._default_pg if group is None else group)
+            if fast is not None:
+                result = fast(a, b, bias, scale_a, scale_b, out, out_dtype, numerics, max_sms)
+                if result is not None:
+                    return result
+        return _gemm_ar.call((a, b, bias, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
+    except BaseException as error:
+        _gemm_ar.left(error, a, group)
+        raise

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, WorkspaceError
 from tunedcomm.kernels.all_gather.progress import AREA_BYTES, MAX_CHUNKS, Sender
-from tunedcomm.ops.call import is_capturing, is_usable, raw_stream
 from tunedcomm.ops.checks import check_differentiable, check_input, check_plain
+from tunedcomm.ops.fast_call import is_capturing, is_usable, raw_stream
 from tunedcomm.spec import Mode, Problem
 from tunedcomm.symm.layout import LANES
 from tunedcomm.symm.workspace import allocate
@@ -56,9 +56,10 @@ def symmetric_empty(
             "says why)"
         )
     _refuse_capture(communicator.device)
-    buffer = allocate(communicator.group, communicator.device, max(numel * dtype.itemsize, 16))
-    tensor = buffer.local[: numel * dtype.itemsize].view(dtype).view(shape)
-    communicator.register_symmetric(tensor, buffer)
+    with communicator.whole("symmetric_empty"):
+        buffer = allocate(communicator.group, communicator.device, max(numel * dtype.itemsize, 16))
+        tensor = buffer.local[: numel * dtype.itemsize].view(dtype).view(shape)
+        communicator.register_symmetric(tensor, buffer)
     return tensor
 
 
@@ -87,7 +88,8 @@ def register_symmetric(x: torch.Tensor, *, group: dist.ProcessGroup | None = Non
 
     communicator = get_communicator(group, x.device)
     _refuse_capture(communicator.device)
-    communicator.register_symmetric(x, map_tensor(x, communicator.group))
+    with communicator.whole("register_symmetric"):
+        communicator.register_symmetric(x, map_tensor(x, communicator.group))
     return x
 
 
@@ -158,18 +160,19 @@ class GatherProgress:
         gathers, mode, capturing = self._gathers, self._mode, self._mode == "graph"
         if is_capturing() is not capturing:
             raise UnsupportedInputError(f"a gather of {_OP} must end in the capture that it began in, if in any")
-        now = gathers.stream()
-        gathers.communicator.order_streams(capturing, now)
+        with gathers.communicator.whole(_OP):
+            now = gathers.stream()
+            gathers.communicator.order_streams(capturing, now)
 
-        def launch(inputs: object, outputs: object, stream: int) -> None:
-            begun_on = stream if capturing else self._stream  # a capture may not leave it unjoined
-            gathers.sender.end(
-                mode, stream, self.num_chunks, num_blocks=self._num_blocks, aside=self._aside, begun_on=begun_on
-            )
+            def launch(inputs: object, outputs: object, stream: int) -> None:
+                begun_on = stream if capturing else self._stream  # a capture may not leave it unjoined
+                gathers.sender.end(
+                    mode, stream, self.num_chunks, num_blocks=self._num_blocks, aside=self._aside, begun_on=begun_on
+                )
 
-        gathers.communicator.in_turn(self._problem, launch)((), (), now)
-        if gathers.under_way.get(mode) is self:
-            del gathers.under_way[mode]
+            gathers.communicator.in_turn(self._problem, launch)((), (), now)
+            if gathers.under_way.get(mode) is self:
+                del gathers.under_way[mode]
         self._x = None
         return self.out
 
@@ -278,33 +281,34 @@ def all_gather_with_progress(
     communicator = get_communicator(group, x.device)
     if communicator.workspace is None:
         raise WorkspaceError("the ranks of this group cannot address each other's memory; use tunedcomm.all_gather()")
-    _check(x, out, communicator)
-    communicator.check_peers()
-    capturing = is_capturing()
-    gathers = _prepared(communicator, num_blocks, capturing)
-    mode: Mode = "graph" if capturing else "eager"
-    communicator.order_streams(capturing, gathers.stream())
-    rows = x.shape[0]
-    chunk_rows = -(-rows // num_chunks)
-    taken = x.detach() if is_usable(x) else x.detach().clone(memory_format=torch.contiguous_format)
-    gather = GatherProgress(
-        out=out,
-        num_rows=rows,
-        chunk_rows=chunk_rows,
-        num_chunks=-(-rows // chunk_rows),
-        kernel_arguments=(
-            gathers.sender.flags(mode),
-            communicator.workspace.timeout_ns,
-            gathers.sender.status(mode),
-        ),
-        _gathers=gathers,
-        _mode=mode,
-        _aside=aside,
-        _num_blocks=num_blocks,
-        _stream=gathers.stream(),
-        _x=taken,
-    )
-    gather._begin(taken, communicator.workspace.peers_of(out))
-    if communicator.device.type == "cpu":
+    with communicator.whole(_OP):
+        _check(x, out, communicator)
         communicator.check_peers()
-    return gather
+        capturing = is_capturing()
+        gathers = _prepared(communicator, num_blocks, capturing)
+        mode: Mode = "graph" if capturing else "eager"
+        communicator.order_streams(capturing, gathers.stream())
+        rows = x.shape[0]
+        chunk_rows = -(-rows // num_chunks)
+        taken = x.detach() if is_usable(x) else x.detach().clone(memory_format=torch.contiguous_format)
+        gather = GatherProgress(
+            out=out,
+            num_rows=rows,
+            chunk_rows=chunk_rows,
+            num_chunks=-(-rows // chunk_rows),
+            kernel_arguments=(
+                gathers.sender.flags(mode),
+                communicator.workspace.timeout_ns,
+                gathers.sender.status(mode),
+            ),
+            _gathers=gathers,
+            _mode=mode,
+            _aside=aside,
+            _num_blocks=num_blocks,
+            _stream=gathers.stream(),
+            _x=taken,
+        )
+        gather._begin(taken, communicator.workspace.peers_of(out))
+        if communicator.device.type == "cpu":
+            communicator.check_peers()
+        return gather

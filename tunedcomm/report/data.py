@@ -1,4 +1,4 @@
-"""The data of a report: measurements from CSV files and databases, and which of them make one figure."""
+"""The data of a report: measurements from CSV files and databases, grouped by figure."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import csv
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from tunedcomm import kernels, metrics
+from tunedcomm import kernels
 from tunedcomm.bench.csv import NEEDED, known_link_gb_s
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Run, Trial
 from tunedcomm.dispatch import dispatcher
 from tunedcomm.hardware import Environment
+from tunedcomm.metrics import algbw_gb_s
 from tunedcomm.selection.score import Pool
 from tunedcomm.selection.select import Decision, Registered, measured_pool
-from tunedcomm.spec import Candidate, InputKind, Mode, Problem, format_shape, get_op, ops, parse_shape, variants
+from tunedcomm.spec import Candidate, InputKind, Mode, OpSpec, Problem, format_shape, get_op, ops, parse_shape, variants
 from tunedcomm.symm.layout import limits_for
 
 LIBRARY = "library"
-# What dispatch ran, in a benchmark.
+# Contender of a benchmark: the candidate that dispatch ran.
 TUNED = "tuned"
-# What dispatch would run by a database: a mark on the variants' lines, no line of its own.
+# The candidate that dispatch runs by a database: a mark on the variants' lines, no line of its own.
 CHOSEN = "chosen"
 _ORDER = {TUNED: 0, LIBRARY: 1}
-_OPS = "all_reduce all_gather reduce_scatter all_to_all all_to_all_v all_reduce_rms_norm all_reduce_bias".split()
-# The library's times in two runs differ so much where a host was throttled, and a ratio to one of them says little.
+# The library's times in two runs differ by this factor if a host was throttled; a ratio to one of them says little.
 _UNSTEADY = 1.5
 _RULES = ("world_size", "rule", "regret_mean", "regret_worst")
 _HOST_COST = "host_cost:"
@@ -38,13 +38,13 @@ _SOFTWARE = ("gpu", "fabric", "driver", "torch", "triton", "nccl", "tunedcomm")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Measurements that belong into one figure.
+    """The measurements of one figure.
 
     Attributes:
         origin: the CSV file's name, or the database's layer.
-        common: what their problems have in common: a problem without a shape.
-        gpu, fabric: where they were measured.
-        is_host_time: times that the host spends on a call, not the GPUs.
+        common: the common fields of the problems, as a problem without a shape.
+        gpu, fabric: hardware of the measurements.
+        is_host_time: the times are the host's time of a call, not the GPUs' time.
     """
 
     origin: str
@@ -64,13 +64,19 @@ class Group:
         return self.common.world_size
 
     @property
+    def spec(self) -> OpSpec | None:
+        """The op; None if this tunedcomm does not have it."""
+        kernels.discover()
+        return ops().get(self.op)
+
+    @property
     def is_gemm(self) -> bool:
-        """Problems with extents MxNxK, which no single size orders."""
-        return "gemm" in self.op
+        """True for problems with extents MxNxK, which no single size orders."""
+        return self.spec is not None and self.spec.is_gemm
 
     @property
     def title(self) -> str:
-        """`all_reduce, bfloat16, 4 × NVIDIA H200, graph`, and what is not as usual."""
+        """`all_reduce, bfloat16, 4 × NVIDIA H200, graph`, and every unusual option."""
         common = self.common
         where = f"{self.world_size} × {self.gpu}" if self.gpu else f"{self.world_size} ranks"
         more = [
@@ -84,33 +90,31 @@ class Group:
 
     @property
     def slug(self) -> str:
-        """For file names and anchors."""
+        """The title as a file name or an anchor."""
         text = f"{self.op} {self.common.dtype} x{self.world_size} {self.title.split(', ', 3)[-1]} {self.origin}"
         return "-".join("".join(c if c.isalnum() or c == "_" else " " for c in text.lower()).split())
 
     @property
     def library(self) -> str:
         """`NCCL, then PyTorch operators, not compiled`; `the library` of an op that this tunedcomm does not have."""
-        kernels.discover()
-        found = variants(self.op).get(LIBRARY)
-        if found is None:
+        if self.spec is None or (found := variants(self.op).get(LIBRARY)) is None:
             return "the library"
-        here, elsewhere = (" on CPUs", " on GPUs") if self.fabric == "host" else (" on GPUs", " on CPUs")
-        parts = [part for part in found.summary.split(", ") if not part.endswith(elsewhere)]
-        summary = ", ".join(part.removesuffix(here) for part in parts)
+        kept, dropped = (" on CPUs", " on GPUs") if self.fabric == "host" else (" on GPUs", " on CPUs")
+        parts = [part for part in found.summary.split(", ") if not part.endswith(dropped)]
+        summary = ", ".join(part.removesuffix(kept) for part in parts)
         return f"{summary}, not compiled" if ", then " in summary else summary
 
     def link_gb_s(self, given: float | None = None) -> float | None:
-        """Most that one GPU sends to its peers, in 1e9 bytes/s, by default as measured; None if that is not known."""
+        """The most that one GPU sends to its peers, in 1e9 bytes/s, by default as measured; None if not known."""
         if self.is_host_time or self.world_size < 2:
             return None
         return given if given is not None else known_link_gb_s(self.gpu, self.fabric)
 
     @property
     def sort_key(self) -> tuple[Any, ...]:
-        """By op as people look for them, GEMMs last."""
-        known = _OPS.index(self.op) if self.op in _OPS else len(_OPS)
-        return self.is_gemm, known, self.op, self.origin, self.world_size, self.title
+        """By op: collectives of one extent first, then ops of more extents; GEMMs, then unknown ops last."""
+        extents = 0 if self.spec is None else self.spec.rank_of_shape
+        return self.spec is None, self.is_gemm, extents, self.op, self.origin, self.world_size, self.title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,17 +122,17 @@ class Measured:
     """One contender at one problem.
 
     Attributes:
-        shape: as it is written, `98304` or `4096x8192x3584`.
-        message_bytes: by which sizes are compared.
+        shape: the shape as text, `98304` or `4096x8192x3584`.
+        message_bytes: bytes by which sizes are compared.
         contender: `tuned`, `library`, a variant or a peer.
         config: the candidate that ran, in words.
         latency_p10_us, latency_p50_us, latency_p90_us: percentiles of the slowest rank.
-        library_us: the library's median in the same run; None where it is not known.
-        ratio: the library's time over this one as dispatch compares them; None where that is by `library_us` alone.
-        date, run_id: when and in which run.
-        is_chosen: what dispatch runs here.
-        why: the reason, where it is chosen.
-        is_unsteady: the library's time that it is compared with is a half more or less than that of its own row.
+        library_us: the library's median in the same run; None where not known.
+        ratio: the library's time over this one as dispatch compares them; None: compare with `library_us`.
+        date, run_id: date and run of the measurement.
+        is_chosen: dispatch runs this contender.
+        why: the reason of dispatch, if `is_chosen`.
+        is_unsteady: the library's time beside this contender differs by a half from the library's own row.
     """
 
     group: Group
@@ -150,14 +154,11 @@ class Measured:
     @property
     def busbw_gb_s(self) -> float | None:
         """Bus bandwidth by nccl-tests' definition; None where the op has none."""
-        op, world_size = self.group.op, self.group.world_size
-        if self.group.is_host_time or not self.message_bytes:
+        spec, world_size = self.group.spec, self.group.world_size
+        if self.group.is_host_time or not self.message_bytes or spec is None or spec.busbw_factor is None:
             return None
-        try:
-            payload = metrics.payload_bytes(op, self.message_bytes, world_size)
-            return metrics.busbw_gb_s(op, payload, self.latency_p50_us, world_size)
-        except ValueError:
-            return None
+        payload = spec.payload_bytes(self.message_bytes, world_size)
+        return algbw_gb_s(payload, self.latency_p50_us) * spec.busbw_factor(world_size)
 
     @property
     def over_library(self) -> float | None:
@@ -173,12 +174,12 @@ class Measured:
 
     @property
     def run(self) -> tuple[Group, str, str, str]:
-        """Rows of one run at one problem were measured beside each other."""
+        """Key of measurements that were made beside each other: one run at one problem."""
         return self.group, self.shape, self.date, self.run_id
 
 
 def group_up(found: Iterable[Measured]) -> dict[Group, list[Measured]]:
-    """Measurements by figure, one of each contender at each problem: of the newest run, and there the fastest."""
+    """Measurements by figure: each contender's fastest one of the newest run at each problem."""
     found = list(found)
     ranked = sorted(found, key=lambda one: (one.date, one.is_chosen, -one.latency_p50_us))
     newest = {(one.group, one.shape, one.contender): one for one in ranked}
@@ -188,15 +189,15 @@ def group_up(found: Iterable[Measured]) -> dict[Group, list[Measured]]:
     }
     for one in sorted(newest.values(), key=lambda one: (one.message_bytes, one.shape, one.contender)):
         library_us = one.library_us or (None if one.ratio else library.get(one.run))
-        compared, own = replace(one, library_us=library_us), newest.get((one.group, one.shape, LIBRARY))
+        compared, baseline = replace(one, library_us=library_us), newest.get((one.group, one.shape, LIBRARY))
         against_us = (compared.over_library or 0.0) * one.latency_p50_us
-        is_steady = not own or not against_us or 1 / _UNSTEADY < against_us / own.latency_p50_us < _UNSTEADY
+        is_steady = not baseline or not against_us or 1 / _UNSTEADY < against_us / baseline.latency_p50_us < _UNSTEADY
         grouped[one.group].append(replace(compared, is_unsteady=not is_steady))
     return grouped
 
 
 def lines(found: Sequence[Measured]) -> dict[str, list[Measured]]:
-    """The contenders of one figure: what dispatch runs first, the library second, the others by name."""
+    """The contenders of one figure: dispatch first, the library second, the others by name."""
     by_name: dict[str, list[Measured]] = {}
     for one in sorted(found, key=lambda one: (_ORDER.get(one.contender, 2), one.contender, one.message_bytes)):
         by_name.setdefault(one.contender, []).append(one)
@@ -204,9 +205,9 @@ def lines(found: Sequence[Measured]) -> dict[str, list[Measured]]:
 
 
 def best_by_shape(found: Sequence[Measured]) -> dict[str, Measured]:
-    """Shape to what dispatch runs there, where it is known how it compares with the library.
+    """Shape to the contender that dispatch runs, where its time over the library's is known.
 
-    Where nothing says what dispatch runs, the fastest contender stands for it.
+    The fastest contender stands for dispatch where no row says what dispatch runs.
     """
     by_shape: dict[str, list[Measured]] = {}
     for one in found:
@@ -222,7 +223,7 @@ def best_by_shape(found: Sequence[Measured]) -> dict[str, Measured]:
 
 @dataclass(frozen=True, slots=True)
 class RegretRule:
-    """Loss of one rule of selection at sizes that were not tuned: its choice's time over the best candidate's."""
+    """Regret of one rule of selection at sizes that were not tuned: its choice's time over the best candidate's."""
 
     world_size: int
     rule: str
@@ -239,8 +240,8 @@ class BenchFile:
         name: of the file.
         rows: contenders.
         rules: regret by rule.
-        software: what the rows were measured with, each once.
-        skipped: line to what is wrong with it.
+        software: software versions of the rows, each once.
+        skipped: index of each invalid line to the error.
     """
 
     name: str
@@ -251,10 +252,10 @@ class BenchFile:
 
 
 def read_csv(path: Path) -> BenchFile:
-    """Read one file; an invalid line is left out and noted.
+    """Read one file; invalid lines are skipped and noted.
 
     Raises:
-        ValueError: it cannot be read, or is neither rows of `tunedcomm bench` nor a table of regret.
+        ValueError: the file cannot be read, or holds neither rows of `tunedcomm bench` nor a table of regret.
     """
     found = BenchFile(path.name)
     try:
@@ -346,56 +347,56 @@ class StoredFile:
     environments: tuple[Environment, ...]
 
 
-class Chooser:
-    """Dispatch by the databases given, on the hardware that they were measured on."""
+class StoredDispatch:
+    """Dispatch by the given databases, on the hardware of their measurements."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         kernels.discover()
         self._snapshot = functools.cache(functools.partial(load_snapshot, layers=layers))
 
-    def choose(self, problem: Problem, environment: Environment) -> tuple[Decision | None, Pool]:
-        """The choice and the candidates that it is made from; none of an op that this tunedcomm does not have."""
+    def decide(self, problem: Problem, environment: Environment) -> tuple[Decision | None, Pool]:
+        """Dispatch's decision and the candidates compared; none for an op that this tunedcomm does not have."""
         if problem.op not in ops():
             return None, Pool((), None)
         snapshot = self._snapshot(environment, problem.world_size)
         limits = limits_for(environment, problem.world_size)
-        pool = measured_pool(snapshot, problem, Registered(limits, dispatcher.source_hash_of))
+        pool = measured_pool(snapshot, problem, Registered(limits, kernels.source_hash_of))
         return dispatcher.decide(problem, snapshot, limits), pool
 
 
-def measurements(stored: StoredFile, chooser: Chooser) -> list[Measured]:
-    """The best of each variant at each problem, and which of them dispatch chooses.
+def measurements(stored: StoredFile, dispatch: StoredDispatch) -> list[Measured]:
+    """The best trial of each variant at each problem, with a mark on the one that dispatch chooses.
 
-    The finals count where there are any, as for dispatch. What is chosen is a row of its own where it is another
-    config of its variant than the one that was fastest there.
+    Finals count before searches, as in dispatch. The chosen config stands for its variant even where another config of
+    the variant was faster.
     """
     ran = [trial for trial in stored.trials if trial.status == "ok" and trial.latency_p50_us is not None]
     best: dict[tuple[Environment, Problem], dict[Candidate, Trial]] = {}
-    # Of one candidate the finals count, and of these the last.
+    # A candidate's last final counts.
     for trial in sorted(ran, key=lambda trial: (trial.final, trial.created_at)):
         best.setdefault((trial.environment, trial.problem), {})[trial.candidate] = trial
     return [
         one
         for (environment, problem), trials in best.items()
-        for one in _of_problem(stored.name, problem, environment, trials, chooser)
+        for one in _of_problem(stored.name, problem, environment, trials, dispatch)
     ]
 
 
 def _of_problem(
-    origin: str, problem: Problem, environment: Environment, trials: dict[Candidate, Trial], chooser: Chooser
+    origin: str, problem: Problem, environment: Environment, trials: dict[Candidate, Trial], dispatch: StoredDispatch
 ) -> Iterable[Measured]:
-    decision, pool = chooser.choose(problem, environment)
+    decision, pool = dispatch.decide(problem, environment)
     scored = {one.candidate: one for one in pool.scored}
     chosen = None if decision is None else decision.candidate
 
     def rank(trial: Trial) -> tuple[bool, bool, float]:
-        """Sort key: trials that dispatch compares, by score, before all others, finals first."""
+        """Sort key: first the trials that dispatch compares, by score, then the others, finals first."""
         found = scored.get(trial.candidate)
         assert trial.latency_p50_us is not None
         return found is None, not trial.final, trial.latency_p50_us if found is None else found.score
 
     def ratio(trial: Trial) -> float | None:
-        """The library's score over the trial's; None where dispatch goes by other rows."""
+        """The library's score over the trial's score; None where dispatch compares other rows."""
         found = scored.get(trial.candidate)
         if trial.variant == LIBRARY or found is None or pool.library_us is None:
             return None
@@ -435,7 +436,7 @@ class Material:
         files: the CSV files.
         databases: the databases, in their order.
         bench, stored: measurements by figure, of the files and of the databases.
-        link_gb_s: the measured ceiling that the caller gave; None for what is known of the hardware.
+        link_gb_s: the link speed that the caller gave; None: the stored value of the hardware.
     """
 
     files: list[BenchFile] = field(default_factory=list)
@@ -446,7 +447,12 @@ class Material:
 
 
 def gather(
-    layers: Sequence[Layer], csv_files: Sequence[Path], *, op: str | None = None, link_gb_s: float | None = None
+    layers: Sequence[Layer],
+    csv_files: Sequence[Path],
+    *,
+    op: str | None = None,
+    is_wanted: Callable[[Environment], bool] = lambda there: True,
+    link_gb_s: float | None = None,
 ) -> Material:
     """Read databases and CSV files.
 
@@ -454,26 +460,27 @@ def gather(
         layers: databases to read, nearest first; dispatch chooses by all of them.
         csv_files: written by `tunedcomm bench --csv` or bench/regret.py.
         op: only this op's rows.
-        link_gb_s: what one GPU sends to its peers at most, in 1e9 bytes/s; None for what is known of the hardware.
+        is_wanted: a test of the environments whose stored rows are drawn.
+        link_gb_s: the most that one GPU sends to its peers, in 1e9 bytes/s; None: the stored value of the hardware.
 
     Raises:
         DatabaseError: a database cannot be read.
-        ValueError: a file cannot be read or holds something else.
+        ValueError: a file cannot be read, or is neither of these tables.
     """
     material = Material(link_gb_s=link_gb_s)
     material.files = [read_csv(path) for path in csv_files]
     rows = [row for file in material.files for row in file.rows]
     material.bench = group_up(row for row in rows if op in (None, row.group.op))
-    chooser = Chooser(layers)
+    dispatch = StoredDispatch(layers)
     names: Counter[str] = Counter()
     for layer in layers:
         name = Path(layer.target).name if "://" not in layer.target else layer.name
         names[name] += 1
         name += f" ({names[name]})" if names[name] > 1 else ""
         with layer.open() as database:
-            trials = tuple(database.trials(op=op))
+            trials = tuple(trial for trial in database.trials(op=op) if is_wanted(trial.environment))
             used = {trial.environment for trial in trials}
             environments = tuple(there for there in database.environments() if there in used)
             material.databases.append(StoredFile(name, trials, tuple(database.runs()), environments))
-    material.stored = group_up(one for stored in material.databases for one in measurements(stored, chooser))
+    material.stored = group_up(one for stored in material.databases for one in measurements(stored, dispatch))
     return material

@@ -1,12 +1,15 @@
-"""Sections of a report, with figures as plotly draws them: page.py writes them as HTML, images.py with matplotlib."""
+"""Sections of a report, with figures in plotly's form; page.py writes them as HTML, images.py with matplotlib."""
 
 from __future__ import annotations
 
+import functools
 import html
+import itertools
 import math
 import re
 import statistics
 import textwrap
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+from tunedcomm import kernels
 from tunedcomm.bench.csv import floor_us
 from tunedcomm.db.records import Trial
 from tunedcomm.errors import printable
@@ -30,10 +34,11 @@ from tunedcomm.report.data import (
     best_by_shape,
     lines,
 )
+from tunedcomm.spec import ops, parse_shape, variants
 
-# After Okabe and Ito's colours, which can be told apart by the colour-blind, the darkest a little lighter.
+# Okabe and Ito's colours, which the colour-blind can tell apart, with the darkest a little lighter.
 _COLOURS = "#2f86d6 #e69f00 #00a37a #d678ac #8b6cf0 #56b4e9 #a39a00 #b0764a #1fb5b0 #e06c75".split()
-# Plotly's names of markers to the key's characters and matplotlib's names; contenders take turns with the first nine.
+# Plotly's marker names to the key's characters and matplotlib's names; contenders share the first nine.
 MARKS = {
     "circle": ("●", "o"),
     "square": ("■", "s"),
@@ -52,17 +57,16 @@ MARKS = {
 _SYMBOLS = [*MARKS][:9]
 _STRONG, _GREY = "#e05a2b", "#8a94a6"
 _STATUS_COLOURS = {
-    "infeasible": _GREY,
     "compile_error": "#2f86d6",
     "incorrect": "#d678ac",
     "crashed": _STRONG,
     "hung": "#8b6cf0",
 }
-# The heat maps' colours: slower than the library in orange, as fast in a pale grey, faster in blue; from half to twice
-# as fast in every figure, beyond that alike, so that a colour always says the same. INK reads on each of them, in dark
+# Colours of heat maps: orange is slower than the library, pale grey as fast, blue faster. The scale goes from half to
+# twice as fast in every figure, so that a colour always has the same meaning. INK is legible on each colour, in dark
 # mode, too.
 SCALE = [(0.0, "#e8793a"), (0.25, "#f3b98d"), (0.5, "#eef1f5"), (0.75, "#9cc7ef"), (1.0, "#4391dd")]
-MOST = 1.0  # of the scale, as the power of two
+MOST = 1.0  # end of the scale, as a power of two
 INK = "#0b1220"
 
 Trace = dict[str, Any]
@@ -91,12 +95,12 @@ _FIXED = {TUNED: Style(_STRONG, "star", width=3.2), LIBRARY: Style(_GREY, "circl
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure as plotly.js draws it.
+    """A figure in plotly's form.
 
     Attributes:
-        heading: above it, which says what is drawn.
-        data: traces, from back to front; names and places on axes are plain text, `text` is for plotly. Traces of one
-            name are shown and hidden together; `meta` is a note beside the name in the key.
+        heading: text above the figure.
+        data: traces, from back to front. Names and positions on axes are plain text, `text` is plotly's markup. Traces
+            of one name are shown and hidden together; `meta` is a note beside the name in the key.
         layout: axes and the like; the page adds the theme.
     """
 
@@ -107,7 +111,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The figures' numbers. Cells are text, numbers among them written out."""
+    """The figures' numbers as a table of text."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -146,14 +150,14 @@ class Section:
 
 
 def label(text: str) -> str:
-    """Text from a file or a database as plotly shows it, which takes some of HTML in its labels for markup."""
+    """Text from a file or a database, escaped for plotly's labels, which interpret some HTML."""
     return html.escape(printable(text), quote=False)
 
 
 def _line(
     name: str,
     style: Style,
-    x: Iterable[float],
+    x: Iterable[float | str],
     y: Iterable[float | None],
     hover: Iterable[str] = (),
     unit: str = "",
@@ -210,11 +214,10 @@ def sections(material: Material) -> list[Section]:
         for world_size, rules in groupby(sorted(file.rules, key=by_ranks), by_ranks)
     ]
     failures = [failure_panel(stored) for stored in material.databases]
-    styles = styles_of(material)
 
     def curves_of(measured: Mapping[Group, Sequence[Measured]]) -> list[Panel]:
         drawn = {group: found for group, found in measured.items() if not group.is_gemm}
-        return [curves_panel(group, found, styles, material.link_gb_s) for group, found in drawn.items()]
+        return [curves_panel(group, found, material.link_gb_s) for group, found in drawn.items()]
 
     beside = "Contenders that were measured beside each other, by message size. Tap a name to hide it."
     best = "The best config of each variant at each size in the databases; a star marks what dispatch runs."
@@ -224,29 +227,43 @@ def sections(material: Material) -> list[Section]:
         Section("Tuned", "tuned", best, curves_of(material.stored)),
         Section("Fused GEMMs", "gemms", panels=heats),
         Section("Regret", "regret", "What is lost at sizes that were not tuned.", regret),
-        Section("Failures", "failures", "Trials that failed or could not run, by kind.", failures),
+        Section("Failures", "failures", "Trials that failed, by kind.", failures),
         Section("Environment", "environment", panels=_environments(material)),
     ]
 
 
-def styles_of(material: Material) -> dict[str, Style]:
-    """A style for each contender; those that appear most often get the colours that differ most."""
-    drawn = (one for groups in (material.bench, material.stored) for found in groups.values() for one in found)
-    counted = Counter(one.contender for one in drawn if one.contender not in _FIXED)
-    ordered = sorted(counted, key=lambda name: (-counted[name], name))
-    found = {
-        name: Style(_COLOURS[i % len(_COLOURS)], _SYMBOLS[i % len(_SYMBOLS)], "solid" if i < len(_COLOURS) else "dot")
-        for i, name in enumerate(ordered)
-    }
-    return {**_FIXED, **found}
+def style_of(name: str) -> Style:
+    """A contender's style: the same in every report and image, and different from other variants of its ops.
+
+    A contender that is no variant, such as another project's kernel, has a dotted line.
+    """
+    if name in _FIXED:
+        return _FIXED[name]
+    is_ours = name in _variant_indices()
+    index = _variant_indices().get(name, zlib.crc32(name.encode()))
+    symbol = _SYMBOLS[index % len(_SYMBOLS)]
+    return Style(_COLOURS[index % len(_COLOURS)], symbol, "solid" if is_ours and index < len(_COLOURS) else "dot")
+
+
+@functools.cache
+def _variant_indices() -> dict[str, int]:
+    """Map each variant to an index that no other variant of its ops has; the commonest get the least."""
+    kernels.discover()
+    names_of = {op: set(variants(op)) for op in ops()}
+    counted = Counter(name for names in names_of.values() for name in names if name not in _FIXED)
+    found: dict[str, int] = {}
+    for name in sorted(counted, key=lambda name: (-counted[name], name)):
+        used = {found[other] for names in names_of.values() if name in names for other in names & found.keys()}
+        found[name] = next(index for index in itertools.count() if index not in used)
+    return found
 
 
 def size_ticks(sizes: Sequence[int], most: int = 6) -> list[int]:
     """Powers of two over the range of `sizes`, few enough for a phone."""
     low, high = min(sizes).bit_length() - 1, max(sizes).bit_length()
-    step = next(step for step in (1, 2, 4, 5, 10, 20, 40) if (high - low) / step <= most)
-    first = -(-low // step) * step if low % step else low
-    return [1 << power for power in range(first, high + 1, step)] or [min(sizes)]
+    stride = next(stride for stride in (1, 2, 4, 5, 10, 20, 40) if (high - low) / stride <= most)
+    first = -(-low // stride) * stride
+    return [1 << power for power in range(first, high + 1, stride)] or [min(sizes)]
 
 
 def axis_of_sizes(sizes: Sequence[int]) -> Axis:
@@ -257,7 +274,7 @@ def axis_of_sizes(sizes: Sequence[int]) -> Axis:
 
 
 def _axis_of_values(title: str) -> Axis:
-    """A logarithmic axis; who draws it chooses the ticks."""
+    """A logarithmic axis without ticks of its own."""
     return {"title": {"text": title}, "type": "log", "tickformat": "~r", "nticks": 3}
 
 
@@ -265,91 +282,161 @@ def _axis_of_values(title: str) -> Axis:
 
 
 def glance_panels(groups: Mapping[Group, Sequence[Measured]]) -> list[Panel]:
-    """The table of speed-ups of dispatch over the library, by op; none where nothing was compared with the library."""
-    rows = []
-    for group, found in groups.items():
-        ordered = sorted(best_by_shape(found).values(), key=lambda one: one.over_library or 0.0)
-        if not ordered:
-            continue
-        mean = statistics.geometric_mean(one.over_library or 0.0 for one in ordered)
-        ends = (ordered[0].over_library_text, ordered[-1].over_library_text)
-        rows.append([group.title, f"{mean:.2f}×", *ends, str(len(ordered)), group.library, group.origin])
-    if not rows:
+    """Dispatch's speed-ups over the library, drawn and as a table; nothing if no row was compared with the library."""
+    ranked = {group: sorted(best_by_shape(found).values(), key=_speed_up) for group, found in groups.items()}
+    compared = {group: found for group, found in ranked.items() if found}
+    if not compared:
         return []
+    origins = list(dict.fromkeys(group.origin for group in compared))
+    rows, spans = [], []
+    for group, found in compared.items():
+        mean = statistics.geometric_mean(map(_speed_up, found))
+        ends = (found[0].over_library_text, found[-1].over_library_text)
+        rows.append([group.title, f"{mean:.2f}×", *ends, str(len(found)), *([group.origin] if origins[1:] else [])])
+        title = f"{group.title}, {group.origin}" if origins[1:] else group.title
+        spans.append((label(title), _speed_up(found[0]), mean, _speed_up(found[-1])))
     note = (
         "Speed-up of what dispatch runs over the library: the geometric mean over the sizes, the least and the most. "
-        "The column “over” names the library."
+        "The note of each figure below names the library."
     )
-    columns = ("problems", "mean", "least", "most", "sizes", "over", "from")
-    return [Panel("", note, tables=[Table(columns, rows, summary="Speed-ups", is_open=True)])]
+    columns = ("problems", "mean", "least", "most", "sizes", *(["from"] if origins[1:] else []))
+    title = "" if origins[1:] else f"From {origins[0]}"
+    table = Table(columns, rows, summary="Speed-ups", is_open=True)
+    return [Panel(title, note, figures=[_spans(spans)], tables=[table])]
 
 
-# Latency and bus bandwidth against size, for every contender of one group.
+def _speed_up(one: Measured) -> float:
+    return one.over_library or 0.0
 
 
-def curves_panel(
-    group: Group, found: Sequence[Measured], styles: Mapping[str, Style], link_gb_s: float | None = None
-) -> Panel:
-    """Two figures: latency and bus bandwidth. Bars where there is but one size."""
+def _spans(spans: Sequence[tuple[str, float, float, float]]) -> Figure:
+    """A mark at each mean, on a bar from the least to the most; a line where the library is."""
+    names, ends = [name for name, *_ in spans], [(least, mean, most) for _, least, mean, most in spans]
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "speed-up",
+        "showlegend": False,
+        "x": [mean for _, mean, _ in ends],
+        "y": names,
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [most - mean for _, mean, most in ends],
+            "arrayminus": [mean - least for least, mean, _ in ends],
+            "color": _GREY,
+            "thickness": 2,
+            "width": 0,
+        },
+        "marker": {"symbol": "circle", "size": 9, "color": _STRONG},
+        "text": [f"{least:.2f}× to {most:.2f}×" for least, _, most in ends],
+        "hovertemplate": "<b>%{y}</b> %{x:.2f}×<br>%{text}<extra></extra>",
+    }
+    low, high = min(0.5, *(least for least, _, _ in ends)), max(2.0, *(most for _, _, most in ends))
+    powers = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
+    ticks = {"tickvals": [2.0**power for power in powers], "ticktext": [f"{2.0**power:g}×" for power in powers]}
+    layout = {
+        "xaxis": {"title": {"text": "speed-up over the library"}, "type": "log", "tickmode": "array", **ticks},
+        "yaxis": {"type": "category", "autorange": "reversed", "automargin": True},
+        "shapes": [
+            {
+                "type": "line",
+                "x0": 1,
+                "x1": 1,
+                "y0": 0,
+                "y1": 1,
+                "yref": "paper",
+                "line": {"color": _GREY, "dash": "dash"},
+            }
+        ],
+        "height": max(220, 110 + 24 * len(spans)),
+    }
+    return Figure("Speed-up over the library", [trace], layout)
+
+
+# Latency and bus bandwidth by size, for every contender of one group.
+
+
+def curves_panel(group: Group, found: Sequence[Measured], link_gb_s: float | None = None) -> Panel:
+    """Figures of latency and bus bandwidth; bars for a single size."""
     link = group.link_gb_s(link_gb_s)
     return Panel(
         title=group.title,
         note=f"The library is {group.library}. From {group.origin}.",
-        figures=curves(group, found, styles, link),
+        figures=curves(group, found, link),
         tables=[rows_table(group, found, link)],
     )
 
 
-def curves(group: Group, found: Sequence[Measured], styles: Mapping[str, Style], link: float | None) -> list[Figure]:
-    """Latency by size and, where the op has one, bus bandwidth; bars where there is but one size."""
-    drawn = lines(found)
-    sizes = sorted({one.message_bytes for one in found})
-    if len(sizes) < 2:
+def curves(group: Group, found: Sequence[Measured], link: float | None) -> list[Figure]:
+    """Latency by size and, where the op has one, bus bandwidth; bars for a single problem.
+
+    Where problems of one size differ in shape, such as experts' problems, a line would go back and forth between them:
+    then there is a mark for each shape.
+    """
+    drawn, shapes = lines(found), _shapes(found)
+    if len(shapes) < 2:
         bars = [
             {
-                **_bars("", styles[name].colour, [points[0].latency_p50_us], [name], "µs"),
+                **_bars("", style_of(name).colour, [points[0].latency_p50_us], [name], "µs"),
                 "showlegend": False,
                 "text": [f"{points[0].latency_p50_us:.2f}"],
             }
             for name, points in drawn.items()
         ]
-        return [_bar_figure(f"Latency at {format_bytes(sizes[0])}, µs", "µs", bars, is_stacked=True)]
-    latency = _traces(drawn, styles, lambda one: one.latency_p50_us, "µs")
-    found_floors = {size: floor_us(group.op, size, group.world_size, link) for size in sizes}
+        size = format_bytes(found[0].message_bytes)
+        return [_bar_figure(f"Latency at {size}, µs", "µs", bars, is_stacked=True)]
+    sizes = sorted(set(shapes.values()))
+    by_size = len(sizes) == len(shapes)
+    axis = axis_of_sizes(sizes) if by_size else _axis_of_shapes(list(shapes))
+    latency = _traces(drawn, lambda one: one.latency_p50_us, "µs", by_size=by_size)
+    found_floors = {size: floor_us(group.spec, size, group.world_size, link) for size in sizes if by_size}
     floors = {size: floor for size, floor in found_floors.items() if floor is not None}
-    # Where a line is far below every other one, it would only press them together.
+    # A line far below all others would only compress them.
     least_us = min(one.latency_p50_us for one in found)
     if known := {size: floor for size, floor in floors.items() if floor >= least_us / 3}:
         latency.append(_ceiling(known, link))
-    layout = {"xaxis": axis_of_sizes(sizes), "yaxis": _axis_of_values("µs")}
-    figures = [Figure("Latency, µs", latency, layout)]
+    figures = [Figure("Latency, µs", latency, {"xaxis": axis, "yaxis": _axis_of_values("µs")})]
     if any(one.busbw_gb_s is not None for one in found):
-        busbw = _traces(drawn, styles, lambda one: one.busbw_gb_s, "GB/s")
+        busbw = _traces(drawn, lambda one: one.busbw_gb_s, "GB/s", by_size=by_size)
         if floors and link is not None:
             busbw.append(_ceiling({sizes[0]: link, sizes[-1]: link}, link))
-        layout = {"xaxis": axis_of_sizes(sizes), "yaxis": _axis_of_values("1e9 bytes/s")}
+        layout = {"xaxis": axis, "yaxis": _axis_of_values("1e9 bytes/s")}
         figures.append(Figure("Bus bandwidth, 1e9 bytes/s", busbw, layout))
     return figures
 
 
+def _shapes(found: Iterable[Measured]) -> dict[str, int]:
+    """Shape to its size in bytes, by size and then by extents."""
+    sizes = {one.shape: one.message_bytes for one in found}
+    return dict(sorted(sizes.items(), key=lambda item: (item[1], parse_shape(item[0]))))
+
+
+def _axis_of_shapes(shapes: Sequence[str]) -> Axis:
+    title = {"text": "shape"}
+    return {"title": title, "type": "category", "categoryorder": "array", "categoryarray": list(shapes)}
+
+
 def _traces(
-    drawn: Mapping[str, Sequence[Measured]],
-    styles: Mapping[str, Style],
-    value: Callable[[Measured], float | None],
-    unit: str,
+    drawn: Mapping[str, Sequence[Measured]], value: Callable[[Measured], float | None], unit: str, *, by_size: bool
 ) -> list[Trace]:
-    """The contenders' lines, and open stars around what dispatch runs."""
+    """The contenders' lines, or marks by shape, and open stars around the candidates that dispatch runs."""
+
+    def place(one: Measured) -> float | str:
+        return one.message_bytes if by_size else one.shape
+
     found = []
     for name, line in drawn.items():
         if points := [one for one in line if value(one) is not None]:
-            sizes, hover = [one.message_bytes for one in points], [_hover(one) for one in points]
-            found.append(_line(name, styles[name], sizes, map(value, points), hover, unit))
-    # Where what dispatch ran was measured as a contender of its own, its line says all.
+            hover = [_hover(one) for one in points]
+            trace = _line(name, style_of(name), map(place, points), map(value, points), hover, unit)
+            found.append(trace if by_size else {**trace, "mode": "markers"})
+    # The contender `tuned` is dispatch, so its line needs no stars.
     others = [one for name, line in drawn.items() if name != TUNED for one in line]
     if chosen := [one for one in others if one.is_chosen and value(one) is not None]:
         hover = [f"{format_bytes(one.message_bytes)}: {label(one.config)}{_wrapped(one.why)}" for one in chosen]
-        sizes = [one.message_bytes for one in chosen]
-        stars = _line(CHOSEN, Style(_STRONG), sizes, map(value, chosen), hover, unit, note="what dispatch runs")
+        note = "what dispatch runs"
+        stars = _line(CHOSEN, Style(_STRONG), map(place, chosen), map(value, chosen), hover, unit, note=note)
         marker = {"symbol": "star-open", "size": 13, "color": _STRONG, "line": {"width": 1.6}}
         found.append({**stars, "mode": "markers", "marker": marker})
     return found
@@ -378,7 +465,7 @@ def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> T
     columns = "size,shape,contender,p10 µs,p50 µs,p90 µs,library in that run µs,vs library,busbw GB/s,of ceiling,config"
     rows = []
     for one in found:
-        floor = floor_us(group.op, one.message_bytes, group.world_size, link)
+        floor = floor_us(group.spec, one.message_bytes, group.world_size, link)
         times = (one.latency_p10_us, one.latency_p50_us, one.latency_p90_us, one.library_us)
         rows.append(
             [
@@ -395,11 +482,11 @@ def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> T
     return Table(columns.split(","), rows, summary=f"Table of {len(rows)} rows; ★ is what dispatch runs")
 
 
-# Speed-up heat maps of fused GEMMs: the library's time over that of what dispatch runs, by M and by NxK.
+# Heat maps of fused GEMMs: dispatch's speed-up over the library, by M and by NxK.
 
 
 def heat_figure(found: Sequence[Measured]) -> Figure:
-    """The heat map of one figure's GEMMs, with empty cells where nothing was measured."""
+    """The heat map of a group's GEMMs; cells without a measurement are empty."""
     ratios = {tuple(map(int, shape.split("x"))): one.over_library for shape, one in best_by_shape(found).items()}
     three = {extents: value for extents, value in ratios.items() if len(extents) == 3}
     columns = sorted({m for m, _, _ in three})
@@ -437,7 +524,7 @@ def heat_figure(found: Sequence[Measured]) -> Figure:
 
 
 def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
-    """One heat map, or a table of one row or column; of the fastest contender where no row says what runs."""
+    """One heat map, or a table for a single row or column; of the fastest contender if no row says what runs."""
     figure = heat_figure(found)
     columns, names, cells = (figure.data[0][axis] for axis in ("x", "y", "text"))
     says = any(one.contender in (TUNED, CHOSEN) or one.is_chosen for one in found)
@@ -453,7 +540,7 @@ def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
     )
 
 
-# Regret: loss at sizes that were not tuned, by rule of selection.
+# Regret of each rule of selection, at sizes that were not tuned.
 
 _MOST_REGRET = 1.5
 
@@ -463,8 +550,8 @@ def _percent(ratio: float) -> float:
 
 
 def regret_panel(origin: str, world_size: int, rules: Sequence[RegretRule]) -> Panel:
-    """Mean and worst regret of each rule, of a file's world size."""
-    # Beside a bar of several hundred percent, such as the library's, the others would not be seen; the table has it.
+    """Mean and worst regret of each rule, at one world size of a file."""
+    # A bar of several hundred percent, such as the library's, would hide the others; the table has its value.
     drawn = [rule for rule in rules if rule.mean < _MOST_REGRET] or rules
     names = [rule.rule for rule in drawn]
     bars = [
@@ -483,21 +570,24 @@ def regret_panel(origin: str, world_size: int, rules: Sequence[RegretRule]) -> P
 
 # Failures: trials that failed, by variant and kind, with their reasons.
 
-_PRUNED = "pruned"
 _MOST_REASONS = 50
-# Numbers, those within words such as fp16 and sm_90 apart.
+# Numbers outside of words such as fp16 and sm_90.
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|(?<![\w.])\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?![A-Za-z_])")
 
 
 def template(reason: str) -> str:
-    """A reason with … for its numbers: what many trials have in common."""
+    """A reason with … for each number, so that similar reasons are equal."""
     return _NUMBER.sub("…", reason)
 
 
 def failure_panel(stored: StoredFile) -> Panel:
-    """The trials of one database that failed, and how many were pruned."""
-    failed = [trial for trial in stored.trials if trial.status not in ("ok", _PRUNED)]
-    pruned = sum(trial.status == _PRUNED for trial in stored.trials)
+    """The failed trials of one database, and how many were pruned or infeasible, which is no failure."""
+    failed = [trial for trial in stored.trials if trial.status in _STATUS_COLOURS]
+    kinds = Counter(trial.status for trial in stored.trials)
+    said = (
+        ("Pruned, because slow at first sight, and not measured to the end", kinds["pruned"]),
+        ("Infeasible: the candidate does not fit the problem or the machine", kinds["infeasible"]),
+    )
     counts: Counter[tuple[str, str]] = Counter((f"{t.problem.op} {t.variant}", t.status) for t in failed)
     names = sorted({name for name, _ in counts})
     seen = {status for _, status in counts}
@@ -509,14 +599,14 @@ def failure_panel(stored: StoredFile) -> Panel:
     height = max(220, 110 + 28 * len(names))
     return Panel(
         title=f"{len(failed)} of {len(stored.trials)} trials in {stored.name}",
-        note=f"Pruned, because slow at first sight, and not measured to the end: {pruned}." if pruned else "",
+        note=" ".join(f"{text}: {count}." for text, count in said if count),
         figures=[_bar_figure("Trials", "trials", bars, is_stacked=True, height=height)] if failed else [],
         tables=[_reasons(failed)] if failed else [],
     )
 
 
 def _reasons(failed: Sequence[Trial]) -> Table:
-    """By what they have in common; of a kind that there is once, the reason itself."""
+    """Reasons by template; a reason that occurs once is shown as it is."""
     kinds: dict[tuple[str, str, str, str], list[str]] = {}
     for trial in failed:
         kind = (trial.problem.op, trial.variant, trial.status, template(trial.reason))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tunedcomm.errors import printable
 from tunedcomm.report.data import Group, Material
-from tunedcomm.report.figures import INK, MARKS, MOST, SCALE, Figure, Trace, curves, heat_figure, styles_of
+from tunedcomm.report.figures import INK, MARKS, MOST, SCALE, Figure, Trace, curves, heat_figure
 from tunedcomm.report.page import need
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _THEMES = {
 def write_images(material: Material, folder: Path) -> list[Path]:
     """Write `SLUG-latency.png` and `SLUG-busbw.png`, or `SLUG-speedup.png`, and the same with `-dark`.
 
-    Groups of one size are left out.
+    Groups of one problem are left out.
 
     Returns:
         The files, in the order of the groups.
@@ -36,15 +36,14 @@ def write_images(material: Material, folder: Path) -> list[Path]:
     """
     need("matplotlib")
     folder.mkdir(parents=True, exist_ok=True)
-    styles = styles_of(material)
     written = []
     for group, found in {**material.bench, **material.stored}.items():
         if group.is_gemm:
             figures = {"speedup": heat_figure(found)}
-        elif len({one.message_bytes for one in found}) < 2:
+        elif len({one.shape for one in found}) < 2:
             continue
         else:
-            drawn = curves(group, found, styles, group.link_gb_s(material.link_gb_s))
+            drawn = curves(group, found, group.link_gb_s(material.link_gb_s))
             figures = dict(zip(("latency", "busbw"), drawn, strict=False))
         for suffix, theme in _THEMES.items():
             for name, figure in figures.items():
@@ -84,14 +83,21 @@ def _save(path: Path, theme: Mapping[str, str], group: Group, figure: Figure) ->
 def _draw_curves(axes: Axes, figure: Figure) -> None:
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-    axes.set_xscale("log", base=2)
+    places = figure.layout["xaxis"]
+    by_size = places["type"] == "log"
+    if by_size:
+        axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    index_of = {} if by_size else {shape: index for index, shape in enumerate(places["categoryarray"])}
     for trace in figure.data:
-        _draw_line(axes, trace)
-    sizes = figure.layout["xaxis"]
-    low, high = axes.get_xlim()
-    ticks = {tick: text for tick, text in zip(sizes["tickvals"], sizes["ticktext"], strict=True) if low <= tick <= high}
-    axes.set_xticks(list(ticks), list(ticks.values()))
+        _draw_line(axes, {**trace, "x": [index_of.get(place, place) for place in trace["x"]]})
+    if by_size:
+        low, high = axes.get_xlim()
+        known = zip(places["tickvals"], places["ticktext"], strict=True)
+        ticks = {tick: text for tick, text in known if low <= tick <= high}
+        axes.set_xticks(list(ticks), list(ticks.values()))
+    else:
+        axes.set_xticks(range(len(index_of)), list(index_of), rotation=40, ha="right")
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -108,7 +114,7 @@ def _draw_line(axes: Axes, trace: Trace) -> None:
         linestyle="" if alone else _DASHES[line["dash"]],
         linewidth=line["width"],
         marker=MARKS[symbol][1],
-        markersize=12 if alone else 9 if symbol == "star" else 5,
+        markersize=12 if symbol == "star-open" else 9 if symbol == "star" else 5,
         markerfacecolor="none" if symbol.endswith("-open") else line["color"],
         label=printable(trace["name"]),
         zorder=5 if alone else 4 if line["width"] > 2.5 else 3,

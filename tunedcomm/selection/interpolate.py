@@ -52,7 +52,7 @@ from tunedcomm.selection.score import (
     why_outranked,
 )
 from tunedcomm.selection.snapshot import Row
-from tunedcomm.spec import Candidate, Mode, Problem
+from tunedcomm.spec import Candidate, Mode, Problem, ops
 
 # A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
 MAX_GAP = 16
@@ -91,35 +91,43 @@ def predict_between(
     pairs = {c: (at_low.get(c), at_high.get(c)) for c in {**at_high, **at_low}}
     if not pairs:
         return Pool((), None)
-    worst = {c: max((row for row in pair if row is not None), key=tier_without_finals) for c, pair in pairs.items()}
-    reference = min(worst.values(), key=tier_without_finals)
-    kept = [c for c, row in worst.items() if tier_without_finals(row) == tier_without_finals(reference)]
-    outranked = tuple((row, why_outranked(row, reference)) for c, row in worst.items() if c not in kept)
-    base_low = median_baseline(at_low[c] for c in kept if c in at_low) or median_baseline(low)
-    base_high = median_baseline(at_high[c] for c in kept if c in at_high) or median_baseline(high)
-
+    kept, outranked = _most_conclusive(pairs)
+    both = ((at_low, low), (at_high, high))
+    library = tuple(median_baseline(at[c] for c in kept if c in at) or median_baseline(rows) for at, rows in both)
     weight, doubled = (math.log(at / below) / math.log(above / below) for at in (size, min(2 * size, above)))
-    doublings = math.ceil(math.log2(size / below))
-    library = (base_low, base_high)
     times = {
         c: tuple(None if row is None else comparable(row, base) for row, base in zip(pairs[c], library, strict=True))
         for c in kept
     }
     fastest = tuple(min((t for t in ends if t is not None), default=None) for ends in zip(*times.values(), strict=True))
     savings = [(_line(ends, weight), _line(ends, doubled)) for ends in (library, fastest)]
-    shrink = max((here / there for here, there in savings if here and there), default=1.0)
+    shrink = max((at_size / at_double for at_size, at_double in savings if at_size and at_double), default=1.0)
+    growth = 2 ** math.ceil(math.log2(size / below))
+
+    def expected(ends: tuple[float | None, ...]) -> float:
+        t_low, t_high = ends
+        bounds = [] if t_high is None else [(_line(ends, doubled) or t_high) * shrink]
+        bounds += [] if t_low is None else [t_low * growth]
+        return max(_line(ends, weight) or 0.0, min(bounds))
 
     scored = []
-    for candidate, (t_low, t_high) in times.items():
-        bounds = [] if t_high is None else [(_line((t_low, t_high), doubled) or t_high) * shrink]
-        bounds += [] if t_low is None else [t_low * 2**doublings]
-        expected = max(_line((t_low, t_high), weight) or 0.0, min(bounds))
+    for candidate, ends in times.items():
         measured = [row for row in pairs[candidate] if row is not None]
         near = measured[0] if weight < 0.5 else measured[-1]
-        scored.append(Scored(row=near, score=expected, noise=max(map(noise, measured))))
+        scored.append(Scored(row=near, score=expected(ends), noise=max(map(noise, measured))))
     found = in_order(scored)
     joining = _in_one_round(found, _line(fastest, weight), rounds, usable)
     return Pool(in_order([*found, *joining]), _line(library, weight), outranked)
+
+
+def _most_conclusive(
+    pairs: Mapping[Candidate, tuple[Row | None, Row | None]],
+) -> tuple[list[Candidate], tuple[tuple[Row, str], ...]]:
+    """The candidates with the most conclusive rows, and the rows of the others with the reason."""
+    worst = {c: max((row for row in pair if row is not None), key=tier_without_finals) for c, pair in pairs.items()}
+    reference = min(worst.values(), key=tier_without_finals)
+    kept = [c for c, row in worst.items() if tier_without_finals(row) == tier_without_finals(reference)]
+    return kept, tuple((row, why_outranked(row, reference)) for c, row in worst.items() if c not in kept)
 
 
 def _line(ends: tuple[float | None, ...], weight: float) -> float | None:
@@ -144,11 +152,11 @@ def _in_one_round(
     fitting = [row for row in fitting if rounds.num_rounds(rounds.problem, row.candidate) == 1]
     if not fitting:
         return []
-    here_over_there = fastest_us / min(comparable(row, base) for row in rows)
+    scale = fastest_us / min(comparable(row, base) for row in rows)
 
     def expected(row: Row) -> float:
         num_rounds = rounds.num_rounds(row.problem, row.candidate)
-        return comparable(row, base) * here_over_there / math.sqrt(max(1, num_rounds))
+        return comparable(row, base) * scale / math.sqrt(max(1, num_rounds))
 
     chosen = min(fitting, key=lambda row: (expected(row), str(row.candidate)))
     # It was measured further away, so it loses a tie.
@@ -161,7 +169,7 @@ def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:
 
     `avg` is answered by `sum`; in place by out of place and the other way round; symmetric input by plain input (a
     kernel that reads a plain input reads a symmetric one, not the other way round); bfloat16 by float16 and the other
-    way round; layouts and scalings as `_other_extras` lists them; and combinations of these. Op, world size and mode
+    way round; layouts and scalings as the op lists them; and combinations of these. Op, world size and mode
     never relax.
     """
     dtypes = [problem.dtype, *([_SIXTEEN_BIT[problem.dtype]] if problem.dtype in _SIXTEEN_BIT else [])]
@@ -170,10 +178,9 @@ def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:
         kinds.append("plain")
     reductions = [problem.reduction, *(["sum"] if problem.reduction == "avg" else [])]
     places = [problem.in_place, not problem.in_place]
-    extras = [(problem.layout, problem.scaling), *_other_extras(problem)]
     # The other 16-bit dtype before the other place: out of place the library's time holds a copy.
     for place, dtype, kind, (layout, scaling), reduction in itertools.product(
-        places, dtypes, kinds, extras, reductions
+        places, dtypes, kinds, _forms(problem), reductions
     ):
         like = replace(
             problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction, layout=layout, scaling=scaling
@@ -182,32 +189,12 @@ def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:
         yield like, ", ".join(f"{name}={'none' if value == '' else value}" for name, value in changed.items())
 
 
-def _other_extras(problem: Problem) -> list[tuple[str, str]]:
-    """Other (layout, scaling) that move the same between the ranks, the most usual first.
-
-    Of a GEMM: without bias or gathered input, then with it, then with B stored the other way. Of tokens: as they are,
-    then in fp8, whose sizes count in their own bytes.
-    """
-    if len(problem.shape) == GEMM_EXTENTS:
-        stored, *rest = problem.layout.split("+")
-        extra = {"ag_gemm": "gathered", "gemm_ar": "bias"}.get(problem.op)
-        dtype = [part for part in rest if part != extra]
-        stores = [stored, *(store for store in ("nk", "kn") if store != stored)]
-        endings = [rest, dtype, *([[extra, *dtype]] if extra else [])]
-        layouts = dict.fromkeys("+".join([store, *ending]) for store in stores for ending in endings)
-        scalings = dict.fromkeys((problem.scaling, *(("rowwise", "tensorwise") if problem.scaling else ())))
-    elif problem.op == "all_reduce_rms_norm":
-        layouts = dict.fromkeys((problem.layout, "residual", "bias+residual", "", "bias"))
-        base, *more = problem.scaling.split("+")
-        # Of forms with kernels of their own, those that quantise with scales of their own.
-        has_own = more or base not in ("", "fp8") or "offset" in problem.layout or "full_bias" in problem.layout
-        scalings = dict.fromkeys((problem.scaling, base, *(("token", "group128") if has_own else ("",))))
-    elif problem.op == "ep_dispatch":
-        layouts = dict.fromkeys((problem.layout, "padded", "contiguous"))
-        scalings = dict.fromkeys((problem.scaling, "", "token", "group128"))
-    else:
-        return []
-    return [(layout, scaling) for scaling in scalings for layout in layouts][1:]
+def _forms(problem: Problem) -> list[tuple[str, str]]:
+    """The problem's (layout, scaling), then those that may answer for it (`OpSpec.related_forms`), nearest first."""
+    spec = ops().get(problem.op)
+    layouts, scalings = ((), ()) if spec is None else spec.related_forms(problem)
+    every_layout = dict.fromkeys((problem.layout, *layouts))
+    return [(layout, scaling) for scaling in dict.fromkeys((problem.scaling, *scalings)) for layout in every_layout]
 
 
 def problems_to_load(problem: Problem) -> list[Problem]:

@@ -76,8 +76,17 @@ def median_baseline(rows: Iterable[Row]) -> float | None:
     known = [row.baseline_p50_us for row in rows if row.baseline_p50_us is not None]
     if known:
         return statistics.median(known)
-    own = [row.latency_p50_us for row in rows if row.is_library]
-    return statistics.median(own) if own else None
+    times = [row.latency_p50_us for row in rows if row.is_library]
+    return statistics.median(times) if times else None
+
+
+def undisturbed(rows: Sequence[Row]) -> list[Row]:
+    """Without rows of one candidate beside which the library took far longer than beside another of them.
+
+    The host was loaded then, and the candidate's own time says as little as its ratio to the library's.
+    """
+    least = min((row.baseline_p50_us for row in rows if row.baseline_p50_us is not None), default=math.inf)
+    return [row for row in rows if (row.baseline_p50_us or 0.0) <= _DISTURBED * least]
 
 
 def comparable(row: Row, baseline_us: float | None) -> float:
@@ -105,7 +114,7 @@ def tier_without_finals(row: Row) -> tuple[bool | int, ...]:
 
 
 def why_outranked(row: Row, best: Row) -> str:
-    """Why `best` is more conclusive than `row`."""
+    """Return why `best` is more conclusive than `row`."""
     if row.borrowed != best.borrowed:
         return f"measured only on {row.environment.gpu}, which is borrowed"
     if row.final < best.final:

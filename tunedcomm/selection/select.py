@@ -12,8 +12,9 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
   interpolated, nor taken over from a related family. Where a family gives no answer, its `related_problems` are asked.
 - *Borrowed*: the same two rules over rows of other hardware that the user allows, where rows of this hardware give no
   answer. Their times rank candidates and predict nothing.
-- *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round. Where nothing near
-  the size is measured, a variant that says of itself that it is faster than the library (`Variant.untuned`) runs.
+- *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round. A variant whose
+  `Variant.default_beats_library` says so runs its default config where nothing near the size is measured, and where
+  the library was only compared with other variants.
 - *Library*: nothing above answers.
 - `max_sms` leaves out candidates that take more SMs. The library takes as many as it likes, so challengers need not
   beat it then, and it serves where nothing fits.
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
@@ -34,14 +36,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
 from tunedcomm.metrics import format_bytes, format_us
-from tunedcomm.selection.interpolate import (
-    GEMM_EXTENTS,
-    MAX_GAP,
-    MAX_REACH,
-    Rounds,
-    predict_between,
-    related_problems,
-)
+from tunedcomm.selection.interpolate import GEMM_EXTENTS, MAX_GAP, MAX_REACH, Rounds, predict_between, related_problems
 from tunedcomm.selection.score import Pool, Scored, pool
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import (
@@ -55,6 +50,7 @@ from tunedcomm.spec import (
     format_shape,
     get_op,
     get_variant,
+    ops,
     variants,
     why_no_kernel,
 )
@@ -65,8 +61,12 @@ Source: TypeAlias = Literal["forced", "pin", "exact", "interpolated", "borrowed"
 class Catalog(Protocol):
     """Facts about variants that selection needs, for one machine and group."""
 
+    def under(self, policy: NumericsPolicy) -> Catalog:
+        """The catalog for calls under `policy`, which may rule configs out."""
+        return self
+
     def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
-        """Why `candidate` cannot run `problem` (or, unless `by_name`, may only be forced), or None.
+        """Return why `candidate` cannot run `problem` (or, unless `by_name`, may only be forced), or None.
 
         Unknown variants and configs outside of their space have a reason, too. Never asked about the library.
         """
@@ -90,7 +90,7 @@ class Catalog(Protocol):
         return 0
 
     def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
-        """Why no variant that the policy admits can run `problem`, or None if one can. Tuning cannot help then."""
+        """Return why no variant that the policy admits can run `problem`, or None. Tuning cannot help then."""
         return None
 
     def untuned(self, problem: Problem) -> Candidate | None:
@@ -98,7 +98,7 @@ class Catalog(Protocol):
         return None
 
     def defaults(self, problem: Problem, max_sms: int | None) -> Iterable[Candidate]:
-        """Each variant's default, or with fewer blocks where it takes more SMs; those without kernels come last."""
+        """Each variant's default, or with fewer blocks where it takes more SMs; variants without kernels come last."""
         return ()
 
 
@@ -108,6 +108,9 @@ class Registered(Catalog):
 
     limits: Limits
     hash_of: Callable[[str, str], str | None]
+
+    def under(self, policy: NumericsPolicy) -> Registered:
+        return replace(self, limits=replace(self.limits, ordered=not admits(policy, "library")))
 
     def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
         return check_candidate(problem, candidate, self.limits, by_name=by_name)
@@ -133,7 +136,7 @@ class Registered(Catalog):
 
     def untuned(self, problem: Problem) -> Candidate | None:
         for variant in variants(problem.op).values():
-            if variant.untuned(problem, self.limits):
+            if variant.default_beats_library(problem, self.limits):
                 return Candidate.of(problem.op, variant.name, variant.default_config(problem, self.limits))
         return None
 
@@ -150,7 +153,7 @@ class Registered(Catalog):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The candidate to run, and why.
+    """The candidate to run, and why. An explanation is printed as `tunedcomm explain` prints it.
 
     Attributes:
         source: the rule that chose it. `exact`, `interpolated` and `borrowed` may well choose the library.
@@ -160,6 +163,9 @@ class Decision:
         passed_over: every other candidate that was looked at, with the reason.
         ordered, ordered_us: in an explanation, what numerics="ordered" would run and its expected latency, if it is
             another candidate and both latencies are known; else None.
+        problem, asked_for: of an explanation, the problem and the machine that asks.
+        left_out: of an explanation, variants of which no candidate was looked at, each with the reason.
+        nearest: of an explanation where nothing is stored for this hardware, the stored environment most like it.
     """
 
     candidate: Candidate
@@ -175,6 +181,10 @@ class Decision:
     passed_over: tuple[tuple[str, str], ...] = ()
     ordered: Candidate | None = None
     ordered_us: float | None = None
+    problem: Problem | None = field(default=None, compare=False)
+    asked_for: Environment | None = field(default=None, compare=False)
+    left_out: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    nearest: Environment | None = field(default=None, compare=False)
 
     @property
     def is_answered(self) -> bool:
@@ -184,15 +194,45 @@ class Decision:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "candidate"}
+        nearest = None if self.nearest is None else {"digest": self.nearest.digest, **self.nearest.to_dict()}
+        if nearest is not None and self.nearest is not None and self.asked_for is not None:
+            nearest["differences"] = list(self.asked_for.differences(self.nearest).values())
+        there = self.asked_for
         return {
+            "problem": None if self.problem is None else self.problem.to_dict(),
+            "asked_for": None if there is None else {"digest": there.digest, **there.to_dict()},
             "variant": self.candidate.variant,
             "config": self.candidate.config_dict,
-            **plain,
+            **{name: value for name, value in plain.items() if name not in ("problem", "asked_for")},
             "runner_up": None if self.runner_up is None else str(self.runner_up),
             "ordered": None if self.ordered is None else str(self.ordered),
             "environment": None if self.environment is None else asdict(self.environment),
-            "passed_over": [list(entry) for entry in self.passed_over],
+            "passed_over": [{"candidate": name, "reason": reason} for name, reason in self.passed_over],
+            "left_out": [{"variant": name, "reason": reason} for name, reason in self.left_out],
+            "nearest": nearest,
         }
+
+    def explanation(self) -> tuple[str, list[tuple[str, str]]]:
+        """The problem and where it runs; the decision, the cost of the same bits, and what is unusual as evidence."""
+        entries = [("runs", str(self.candidate)), (self.source, self.why.replace(str(self.candidate), "it"))]
+        if self.ordered_us is not None and self.latency_us is not None:
+            cost = self.ordered_us / self.latency_us - 1
+            entries.append(("ordered", f"{self.ordered}, {format_us(self.ordered_us)} µs, {cost:+.0%}"))
+        if self.problem is None or self.asked_for is None:
+            return self.candidate.op, entries
+        if self.environment is not None:
+            if drift := self.asked_for.drift(self.environment):
+                entries.append(("measured", f"before this changed: {', '.join(drift)}"))
+            entries += [("not the same", text) for text in self.asked_for.differences(self.environment).values()]
+        if self.nearest is not None:
+            entries.append(("nearest", f"nothing is stored for this hardware; the nearest is {self.nearest}"))
+            entries += [("", text) for text in self.asked_for.mismatches(self.nearest)]
+        size = format_bytes(get_op(self.problem.op).message_bytes(self.problem))
+        return f"{self.problem} ({size}) on {self.asked_for}", entries
+
+    def __str__(self) -> str:
+        head, entries = self.explanation()
+        return "\n".join([head, *(f"  {name:<12}  {text}" for name, text in entries)])
 
     def resting_on(self, row: Row, **changes: Any) -> Decision:
         """The same decision, with the measurement that it rests on and other changes."""
@@ -226,15 +266,19 @@ def choose(
         InfeasibleError: the forced candidate cannot run, or the policy excludes the library and nothing that it admits
             is known.
     """
-    lookup = _Lookup(snapshot, catalog, policy, max_sms, asked=problem, problem=problem)
+    catalog = catalog if forced is not None else catalog.under(policy)
+    lookup = _Lookup(snapshot, catalog, policy, max_sms, requested=problem, problem=problem)
     if forced is not None:
         return _forced(lookup, forced)
     decision = _pinned(lookup) or _measured(lookup, MAX_REACH) or _borrowed(lookup, MAX_REACH) or _heuristic(lookup)
     if decision is None and not lookup.library_admitted:
         # The library may not run at all, so a kernel slower than it does no harm: extrapolate to any size.
         decision = _interpolated(lookup, None) or _borrowed(lookup, None)
-        decision = decision or _rule_of_thumb(lookup) or _unmeasured_default(lookup)
-    decision = decision or _rule_of_thumb(lookup) or _library(lookup)
+        decision = decision or _rule_of_thumb(lookup, lookup.rows_of_problem()) or _unmeasured_default(lookup)
+    if decision is None or (decision.candidate == lookup.library and decision.source != "pin"):
+        at_size = decision is None or decision.source == "exact"
+        rows = lookup.rows_of_problem() if at_size else snapshot.rows
+        decision = _rule_of_thumb(lookup, rows) or decision or _library(lookup)
     for row in snapshot.family_rows(problem, borrowed=True) if decision.source != "borrowed" else ():
         if row.problem == problem and not row.is_library:
             lookup.pass_over(row.candidate, f"measured only on {row.environment.gpu}, which is borrowed")
@@ -242,9 +286,22 @@ def choose(
     return replace(decision, passed_over=tuple(sorted((str(c), reason) for c, reason in passed.items())))
 
 
+def winners(
+    snapshot: Snapshot, catalog: Registered, problems: Iterable[Problem], policy: NumericsPolicy = "default"
+) -> dict[Problem, Decision]:
+    """The choice at each problem if nothing is pinned; without unknown ops and what the policy leaves unanswered."""
+    unpinned = replace(snapshot, pins=()) if snapshot.pins else snapshot
+    known, found = ops(), dict[Problem, Decision]()
+    for problem in problems:
+        if problem.op in known:
+            with suppress(InfeasibleError):
+                found[problem] = choose(unpinned, problem, catalog, policy=policy)
+    return found
+
+
 def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Pool:
     """The candidates measured at `problem` itself that `choose` compares under the default policy."""
-    lookup = _Lookup(snapshot, catalog, "default", None, asked=problem, problem=problem)
+    lookup = _Lookup(snapshot, catalog, "default", None, requested=problem, problem=problem)
     return lookup.pool(lookup.rows_of_problem(), predicted=False)
 
 
@@ -252,15 +309,15 @@ def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Poo
 class _Lookup:
     """One resolution in progress: the arguments of `choose`, and what is known so far.
 
-    Rows are looked up for `problem`, which differs from the caller's, `asked`, in the heuristic alone. `borrowed` tells
-    which rows are read.
+    Rows are looked up for `problem`, which differs from the caller's problem, `requested`, only in the heuristic.
+    `borrowed` selects the rows of other hardware.
     """
 
     snapshot: Snapshot
     catalog: Catalog
     policy: NumericsPolicy
     max_sms: int | None
-    asked: Problem
+    requested: Problem
     problem: Problem
     borrowed: bool = False
     passed: dict[Candidate, str] = field(default_factory=dict)
@@ -288,7 +345,7 @@ class _Lookup:
         self.passed.setdefault(candidate, reason)
 
     def why_excluded(self, candidate: Candidate) -> str | None:
-        """Why the candidate may not run this problem here under this policy, or None."""
+        """Return why the candidate may not run this problem here under this policy, or None."""
         if candidate not in self.reasons:
             self.reasons[candidate] = self._why_excluded(candidate)
         return self.reasons[candidate]
@@ -299,15 +356,15 @@ class _Lookup:
             return f"variant {candidate.variant!r} is not known to this version of tunedcomm"
         if not admits(self.policy, numerics):
             return f"numerics class {numerics!r} is not admitted by policy {self.policy!r}"
-        if reason := self.catalog.infeasible_reason(self.asked, candidate, by_name=False):
+        if reason := self.catalog.infeasible_reason(self.requested, candidate, by_name=False):
             return reason
-        if self.max_sms is None or 0 <= (sms := self.catalog.num_blocks(self.asked, candidate)) <= self.max_sms:
+        if self.max_sms is None or 0 <= (sms := self.catalog.num_blocks(self.requested, candidate)) <= self.max_sms:
             return None
-        taken = f"takes {sms} SMs" if sms >= 0 else "takes an unknown number of SMs"
-        return f"{taken}, with max_sms={self.max_sms}"
+        reason = f"takes {sms} SMs" if sms >= 0 else "takes an unknown number of SMs"
+        return f"{reason}, with max_sms={self.max_sms}"
 
     def why_stale(self, candidate: Candidate, source_hash: str) -> str | None:
-        """Why a row with this source hash no longer counts, or None."""
+        """Return why a row with this source hash no longer counts, or None."""
         current = self.catalog.source_hash(candidate.op, candidate.variant)
         if current is None:
             return f"variant {candidate.variant!r} has no source here"
@@ -321,9 +378,9 @@ class _Lookup:
     def usable(self, rows: Sequence[Row], *, predicted: bool) -> dict[Candidate, str | None]:
         """Each challenger with the reason why it may not run, or None.
 
-        A prediction also takes failures into account: in the family of the rows and in that of the problem.
+        A prediction also takes failures into account: in the families of the rows and of the problem.
         """
-        families = {self.asked.family} if self.problem != self.asked else set()
+        families = {self.requested.family} if self.problem != self.requested else set()
         if predicted:
             families |= {self.problem.family, *(row.problem.family for row in rows)}
         failed = {c: f"{how}; it is not used where it was not measured" for c, how in self.failed(families).items()}
@@ -394,7 +451,8 @@ def _unmeasured(lookup: _Lookup, candidate: Candidate, source: Source, why: str)
     decision = Decision(candidate=candidate, source=source, why=why)
     for row in lookup.fresh(lookup.rows_of_problem()):
         if row.candidate == candidate:
-            return decision.resting_on(row, latency_us=row.latency_p50_us, library_us=row.baseline_p50_us)
+            library_us = row.latency_p50_us if row.is_library else row.baseline_p50_us  # never slower than itself
+            return decision.resting_on(row, latency_us=row.latency_p50_us, library_us=library_us)
     return decision
 
 
@@ -480,7 +538,7 @@ def _near_pools(lookup: _Lookup, sizes: dict[int, list[Row]], size: int) -> list
 
 
 def _nearest_shape(lookup: _Lookup, like: Problem, reach: int | None) -> list[Row]:
-    """Rows of the nearest shape of 3 or 4 extents, of those within reach where some challenger may be used."""
+    """Rows of the nearest shape of 3 or 4 extents within reach where some challenger may be used."""
     if len(lookup.problem.shape) < GEMM_EXTENTS or 0 in lookup.problem.shape:
         return []
     by_shape: dict[tuple[int, ...], list[Row]] = {}
@@ -522,12 +580,16 @@ def _heuristic(lookup: _Lookup) -> Decision | None:
     return replace(decision, source="heuristic", why=why, **_NO_TIMES)
 
 
-def _rule_of_thumb(lookup: _Lookup) -> Decision | None:
-    """Choose a variant by rule of thumb if no size near is measured; None if no variant has such a rule."""
-    candidate = None if lookup.rows_of_problem() else lookup.catalog.untuned(lookup.problem)
+def _rule_of_thumb(lookup: _Lookup, rows: Sequence[Row]) -> Decision | None:
+    """Choose a variant by rule of thumb; None if no variant has such a rule here, or if `rows` say how fast it is."""
+    candidate = lookup.catalog.untuned(lookup.problem)
     if candidate is None or lookup.why_excluded(candidate) or candidate in lookup.failed({lookup.problem.family}):
         return None
-    why = f"nothing of this size is measured here, so {candidate} runs by rule of thumb; `tunedcomm tune` measures it"
+    measured = {(row.problem.op, row.candidate.variant) for row in lookup.fresh(rows)}
+    if (candidate.op, candidate.variant) in measured:
+        return None
+    what = f"{candidate.variant} was not" if rows else "nothing of this size is"
+    why = f"{what} measured here, so {candidate} runs by rule of thumb; `tunedcomm tune` measures it"
     return _unmeasured(lookup, candidate, "heuristic", why)
 
 
@@ -536,7 +598,7 @@ def _unmeasured_default(lookup: _Lookup) -> Decision | None:
     failed = lookup.failed({lookup.problem.family})
     for candidate in lookup.catalog.defaults(lookup.problem, lookup.max_sms):
         # The library's own transfers take as many SMs as they like.
-        free = lookup.max_sms is not None and lookup.catalog.num_blocks(lookup.asked, candidate) < 0
+        free = lookup.max_sms is not None and lookup.catalog.num_blocks(lookup.requested, candidate) < 0
         judge = replace(lookup, max_sms=None, reasons={}) if free else lookup
         if reason := judge.why_excluded(candidate) or failed.get(candidate):
             lookup.pass_over(candidate, reason)
@@ -562,7 +624,8 @@ def _library(lookup: _Lookup) -> Decision:
             why, advice = "of what is measured at this very size only the library may serve", ""
     else:
         why = "nothing of this kind is measured for this hardware and world size"
-    if not lookup.library_admitted:
+    # Some ops have a library that is ordered itself.
+    if not admits(lookup.policy, lookup.catalog.numerics(lookup.problem.op, "library") or "library"):
         refused = f"policy {lookup.policy!r} admits no candidate for {lookup.problem}"
         if reason := lookup.catalog.why_no_kernel(lookup.problem, lookup.policy):
             raise InfeasibleError(f"{refused}, and tuning would find none: {reason}. Allow numerics='default'")
@@ -631,7 +694,7 @@ def _beats_library(lookup: _Lookup, found: Pool, scored: Scored) -> bool:
 
 
 def _library_wins(lookup: _Lookup, found: Pool, rows: Sequence[Row], source: Source, text: str) -> Decision:
-    own = min((row for row in rows if row.is_library), key=lambda row: row.tier, default=None)
+    measured = min((row for row in rows if row.is_library), key=lambda row: row.tier, default=None)
     nearest = found.scored[0]
     known = "no challenger was compared with it"
     if found.library_us is not None:
@@ -644,20 +707,20 @@ def _library_wins(lookup: _Lookup, found: Pool, rows: Sequence[Row], source: Sou
         library_us=found.library_us,
         runner_up=nearest.candidate,
         runner_up_us=nearest.score,
-    ).resting_on(own or nearest.row)
+    ).resting_on(measured or nearest.row)
 
 
 def _preference(scored: Scored, pools: Sequence[Pool]) -> tuple[int, int, str]:
     """Order of tied challengers: most sizes nearby where they are about the best, least lost there, name."""
     wins, lost = 0, 0.0
     for near in pools:
-        there = next((s for s in near.scored if s.candidate == scored.candidate), None)
-        if there is None:
+        nearby = next((s for s in near.scored if s.candidate == scored.candidate), None)
+        if nearby is None:
             lost += 1.0
             continue
         best = near.scored[0]
-        wins += there.score <= best.score * (1 + max(best.noise, there.noise))
-        lost += there.score / best.score - 1
+        wins += nearby.score <= best.score * (1 + max(best.noise, nearby.noise))
+        lost += nearby.score / best.score - 1
     return (-wins, round(100 * lost / max(1, len(pools))), str(scored.candidate))
 
 

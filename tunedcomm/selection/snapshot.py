@@ -23,9 +23,9 @@ _FORMAT = 3
 T = TypeVar("T")
 
 
-def is_drift(here: Environment, there: Environment) -> bool:
+def is_drift(local: Environment, other: Environment) -> bool:
     """True if other software was measured. tunedcomm's own version is no drift: source hashes cover its kernels."""
-    return any(getattr(here, name) != getattr(there, name) for name in SOFT_FIELDS if name != "tunedcomm")
+    return any(getattr(local, name) != getattr(other, name) for name in SOFT_FIELDS if name != "tunedcomm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class Snapshot:
         candidates: Numbers[Candidate] = Numbers()
         rows = [(problems.of(row.problem), candidates.of(row.candidate), row) for row in self.rows]
         failures = [(problems.of(f.problem), candidates.of(f.candidate), f) for f in self.failures]
-        # Thousands of rows share some hundred problems and candidates: those are compared, and rows by their places.
+        # Thousands of rows share some hundred problems and candidates: only these are compared with each other.
         place_of_problem = _places(problems.values, key=lambda problem: problem)
         place_of_candidate = _places(candidates.values, key=str)
 
@@ -147,7 +147,7 @@ class Snapshot:
         put(self, "_families", {family: tuple(found) for family, found in families.items()})
 
     def family_rows(self, problem: Problem, *, borrowed: bool = False) -> tuple[Row, ...]:
-        """Rows of all sizes of the family of `problem`: those of this hardware, or those that are borrowed."""
+        """Rows of all sizes of the family of `problem`: of this hardware, or the borrowed ones."""
         return self._families.get((problem.family, borrowed), ())
 
     def __reduce__(self) -> tuple[type[Snapshot], tuple[Any, ...]]:
@@ -219,18 +219,18 @@ class Numbers(Generic[T]):
         known = self._by_identity.get(id(value))
         if known is not None:
             return known[0]
-        number = self._by_value.setdefault(value, len(self.values))
-        if number == len(self.values):
+        index = self._by_value.setdefault(value, len(self.values))
+        if index == len(self.values):
             self.values.append(value)
-        self._by_identity[id(value)] = number, value
-        return number
+        self._by_identity[id(value)] = index, value
+        return index
 
 
 def _places(values: Sequence[T], key: Callable[[T], Any]) -> list[int]:
     """By number of a value, its place among them all in the order of `key`."""
     places = [0] * len(values)
-    for place, number in enumerate(sorted(range(len(values)), key=lambda number: key(values[number]))):
-        places[number] = place
+    for place, index in enumerate(sorted(range(len(values)), key=lambda index: key(values[index]))):
+        places[index] = place
     return places
 
 
@@ -263,24 +263,26 @@ def matches(name: str, environment: Environment) -> bool:
     return wanted in gpu or environment.digest.startswith(wanted)
 
 
-def why_not_borrowed(here: Environment, there: Environment) -> str | None:
-    """Why rows that were measured `there` cannot be borrowed `here`, or None.
+def why_not_borrowed(local: Environment, other: Environment) -> str | None:
+    """The reason why rows measured in `other` cannot be borrowed in `local`, or None.
 
     GPU model, number of SMs, memory and number of links may differ, because they hardly change the ranking of kernels.
     Another architecture or another fabric does change it.
     """
-    kinds = [str(replace(Fabric.parse(environment.fabric), num_links=0)) for environment in (here, there)]
+    kinds = [str(replace(Fabric.parse(environment.fabric), num_links=0)) for environment in (local, other)]
     fields = [
-        ("compute capability", here.compute_capability, there.compute_capability),
+        ("compute capability", local.compute_capability, other.compute_capability),
         ("kind of fabric", *kinds),
-        ("multicast", *("on" if environment.multicast else "off" for environment in (here, there))),
-        ("number of hosts", here.nodes, there.nodes),
+        ("multicast", *("on" if environment.multicast else "off" for environment in (local, other))),
+        ("number of hosts", local.nodes, other.nodes),
     ]
-    different = [f"{name} is {mine} here and {theirs} there" for name, mine, theirs in fields if mine != theirs]
+    different = [
+        f"{name} is {value} here and {other_value} there" for name, value, other_value in fields if value != other_value
+    ]
     return "; ".join(different) or None
 
 
-def loans(here: Environment, names: Sequence[str], stored: Iterable[Environment]) -> dict[Environment, str | None]:
+def loans(local: Environment, names: Sequence[str], stored: Iterable[Environment]) -> dict[Environment, str | None]:
     """Stored environments of other hardware that the names mean, each with why it cannot serve here, or None."""
-    others = [environment for environment in stored if environment.hard_key != here.hard_key]
-    return {there: why_not_borrowed(here, there) for there in others if any(matches(name, there) for name in names)}
+    others = [environment for environment in stored if environment.hard_key != local.hard_key]
+    return {other: why_not_borrowed(local, other) for other in others if any(matches(name, other) for name in names)}

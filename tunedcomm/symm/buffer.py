@@ -1,23 +1,29 @@
 """Symmetric memory: a buffer of the same size on every rank of a group, all of them addressable.
 
-Two backends make it: `cuda` (PyTorch's symmetric memory over NVLink), and the host's here: POSIX shared memory for CPU
+Two backends make it: `cuda` (PyTorch's symmetric memory over NVLink), and the host's here: shared memory for CPU
 tensors, whose kernels run in Triton's interpreter. `workspace.allocate` chooses one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import re
+import socket
+import sys
+import tempfile
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tunedcomm.errors import WorkspaceError
+from tunedcomm.symm.exchange import exchange, set_up
 
 _SHM = Path("/dev/shm")
 _HUGE_PAGE = 2 << 20
@@ -52,35 +58,10 @@ class SymmetricBuffer:
         return self.local.numel()
 
 
-def _create(path: Path, nbytes: int) -> str | None:
-    """Make the shared file; an error text or None."""
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    except OSError as error:
-        return f"cannot create {path}: {error}"
-    try:
-        # Reserves the pages: a full /dev/shm is an error here and not a SIGBUS in some later store.
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        return f"cannot reserve {nbytes} bytes in {_SHM}: {error}"
-    finally:
-        os.close(descriptor)
-    return None
-
-
-def _map(path: Path, nbytes: int) -> mmap.mmap | str:
-    try:
-        with path.open("r+b") as file:
-            return mmap.mmap(file.fileno(), nbytes)
-    except (OSError, ValueError) as error:
-        return f"cannot map {path}: {error}"
-
-
 def with_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, new in CPU memory, after asking the kernel for huge pages, which it may not have.
+    """Ask the kernel for huge pages for a new CPU tensor, and return the tensor; the kernel may have none.
 
-    To make 64 MiB of small pages takes longer than to sum that much.
+    Faulting in 64 MiB of small pages takes longer than summing 64 MiB.
     """
     first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
@@ -89,31 +70,169 @@ def with_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _number(path: Path, name: str = "") -> int:
+    """The number that follows a name in one of the kernel's files."""
+    found = re.search(rf"^{name}\W*(\d+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{path} has no number {name}")
+    return int(found[1])
+
+
+def free_memory() -> int:
+    """Bytes that the kernel and this process's control group still have."""
+    found = [sys.maxsize]
+    with contextlib.suppress(OSError):
+        found.append(1024 * sum(_number(Path("/proc/meminfo"), name) for name in ("MemAvailable", "SwapFree")))
+    with contextlib.suppress(OSError):
+        name = Path("/proc/self/cgroup").read_text(encoding="utf-8").rpartition("0::/")[2].strip()
+        group = Path("/sys/fs/cgroup", name)
+        cached = _number(group / "memory.stat", "inactive_file ")
+        found.append(_number(group / "memory.max") - _number(group / "memory.current") + cached)
+    return min(found)
+
+
+def _name() -> str:
+    return f"tunedcomm-{os.getpid()}-{uuid.uuid4().hex}"
+
+
+def _make(nbytes: int, stack: contextlib.ExitStack, path: Path | None = None) -> int | str:
+    """A descriptor of a new file, without a name or in /dev/shm, which the stack closes; else the reason.
+
+    All pages are there, so that no access ends in SIGBUS. Files without a name have no limit but the machine's memory,
+    where the kernel kills a process: that is looked at before. Returns -1 where the kernel has no such files.
+    """
+    try:
+        if path is None:
+            descriptor = os.memfd_create("tunedcomm")
+        else:
+            stack.callback(path.unlink, missing_ok=True)  # first: an exception may come at any time
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except (OSError, AttributeError) as error:
+        return -1 if path is None else f"cannot create {path}: {error}"
+    stack.callback(os.close, descriptor)
+    if nbytes > free_memory():
+        return f"cannot reserve {nbytes} bytes: less memory is free"
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        return f"cannot reserve {nbytes} bytes: {error}"
+    return descriptor
+
+
+def _listen(stack: contextlib.ExitStack, *, named: bool) -> tuple[socket.socket, tuple[str, bytes]] | None:
+    """A socket for a descriptor, with its address and password; None if it cannot be had."""
+    try:
+        address = f"{tempfile.gettempdir()}/{_name()}" if named else f"\0{_name()}"
+        made = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        if named:
+            stack.callback(Path(address).unlink, missing_ok=True)
+        made.bind(address)
+    except OSError:
+        return None
+    made.setblocking(False)
+    return made, (address, uuid.uuid4().bytes)
+
+
+def _send(descriptor: int, address: str, password: bytes) -> bool:
+    """Send a descriptor to a peer's socket; False if the socket cannot be reached."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        try:
+            sender.connect(address)
+            socket.send_fds(sender, [password], [descriptor])
+        except OSError:
+            return False
+    return True
+
+
+def _receive(receiver: socket.socket, password: bytes, stack: contextlib.ExitStack) -> int | str:
+    """The descriptor that rank 0 has sent, which the stack closes; strangers' messages are dropped."""
+    try:
+        while True:
+            said, descriptors, _, _ = socket.recv_fds(receiver, len(password) + 1, 1)
+            for descriptor in descriptors:
+                stack.callback(os.close, descriptor)
+            if said == password and descriptors:
+                return descriptors[0]
+    except OSError as error:
+        return f"cannot receive a descriptor: {error}"
+
+
+def _share(group: dist.ProcessGroup, nbytes: int, stack: contextlib.ExitStack) -> int | str:
+    """A descriptor of the same new memory on every rank, which the stack closes, or the reason; collective.
+
+    Rank 0 sends it to an abstract socket of each peer, or to one in the temporary directory where rank 0 cannot reach
+    that, as in another network namespace. Where it reaches neither, the memory has a name as long as the stack lives.
+    """
+    rank = dist.get_rank(group)
+    made: int | str = _make(nbytes, stack) if rank == 0 else -1
+    lacking = list(range(1, dist.get_world_size(group)))
+    for named in (False, True):
+        with contextlib.ExitStack() as sockets:
+            endpoint = _listen(sockets, named=named) if rank in lacking else None
+            found, *offers = exchange(group, made if rank == 0 else endpoint and endpoint[1])
+            if isinstance(found, str):
+                return found
+            if found == -1:
+                break
+            reached = [p for p in lacking if offers[p - 1] and _send(found, *offers[p - 1])] if rank == 0 else []
+            reached = exchange(group, reached)[0]
+            if endpoint is not None and rank in reached:
+                made = _receive(endpoint[0], endpoint[1][1], stack)
+        lacking = [peer for peer in lacking if peer not in reached]
+        if not lacking:
+            return made
+    path = _SHM / _name()
+    if rank == 0:
+        made = _make(nbytes, stack, path)
+    path, failure = exchange(group, (path, made if isinstance(made, str) else ""))[0]
+    if failure or rank == 0:
+        return failure or made
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError as error:
+        return f"cannot open {path}: {error}"
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _map(descriptor: int, nbytes: int) -> mmap.mmap | str:
+    try:
+        if (found := os.fstat(descriptor).st_size) != nbytes:
+            return f"asked for {nbytes} bytes in all, rank 0 for {found}: the size must be the same on every rank"
+        return mmap.mmap(descriptor, nbytes)
+    except (OSError, ValueError) as error:
+        return f"cannot map shared memory: {error}"
+
+
+def by_reason(reasons: Sequence[str | None]) -> str:
+    """Every reason once, with the ranks that give it; "" where none does."""
+    ranks: dict[str, list[str]] = {}
+    for rank, reason in enumerate(reasons):
+        if reason:
+            ranks.setdefault(reason, []).append(str(rank))
+    whole = len(ranks) == 1 and len(reasons) == len(next(iter(ranks.values())))
+    return "; ".join(
+        text if whole else f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}" for text, who in ranks.items()
+    )
+
+
 def allocate_on_host(group: dist.ProcessGroup, nbytes: int) -> SymmetricBuffer:
-    """See `workspace.allocate`. One shared file, a slice for each rank, unlinked as soon as every rank has mapped it.
+    """See `workspace.allocate`. One shared file, a slice for each rank.
 
     Raises:
         WorkspaceError: on every rank of the group if it failed on any.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    path = _SHM / f"tunedcomm-{os.getpid()}-{uuid.uuid4().hex}"
-    failure = _create(path, stride * world_size) if rank == 0 else None
-    offer: list[Any] = [str(path), failure, nbytes]
-    dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0), group=group)
-    path, failure = Path(offer[0]), offer[1]
-    if offer[2] != nbytes:
-        failure = failure or f"asked for {nbytes} bytes, rank 0 for {offer[2]}: the size must be the same on every rank"
-    mapping = failure or _map(path, stride * world_size)
-    outcomes: list[str | None] = [None] * world_size
-    dist.all_gather_object(outcomes, mapping if isinstance(mapping, str) else None, group=group)
-    if rank == 0:
-        path.unlink(missing_ok=True)
-    failed = [f"rank {r}: {text}" for r, text in enumerate(outcomes) if text]
+    with set_up(group, anew=False), contextlib.ExitStack() as stack:
+        shared = _share(group, stride * world_size, stack)
+        mapping = shared if isinstance(shared, str) else _map(shared, stride * world_size)
+        failed = by_reason(exchange(group, mapping if isinstance(mapping, str) else None))
     if failed or isinstance(mapping, str):
         raise WorkspaceError(
-            f"shared memory of {stride * world_size} bytes could not be set up ({'; '.join(failed)}); "
-            "free space in /dev/shm or lower TUNEDCOMM_WORKSPACE_MIB"
+            f"{world_size} ranks cannot share {nbytes} bytes each ({failed}); free memory, or lower "
+            "TUNEDCOMM_WORKSPACE_MIB"
         )
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     base = whole.data_ptr()

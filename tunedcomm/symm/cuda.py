@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_
 
 from tunedcomm.errors import WorkspaceError
 from tunedcomm.symm.buffer import SymmetricBuffer
+from tunedcomm.symm.exchange import exchange
 
 _STEP = re.compile(r"(.*)/(\d+)/(\d+)")
 
@@ -53,11 +54,8 @@ class GroupStore(Store):
         return [self.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        mine = [self._key(key) for key in keys]
-        if timeout is None:
-            self._store.wait(mine)
-        else:
-            self._store.wait(mine, timeout)
+        limit = () if timeout is None else (timeout,)
+        self._store.wait([self._key(key) for key in keys], *limit)
 
 
 def _meeting(group: dist.ProcessGroup) -> str:
@@ -66,13 +64,11 @@ def _meeting(group: dist.ProcessGroup) -> str:
         # Names of groups come again when everything was destroyed and made anew.
         again = sum(name.startswith(f"{group.group_name}/") for name in _names)
         name = f"{group.group_name}/tunedcomm-{again}"
-        tokens: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(tokens, uuid.uuid4().hex, group=group)
         # A prefix that never was: the store may hold what a group of the same name left.
-        prefix = f"tunedcomm/symmetric-memory/{tokens[0]}"
+        prefix = f"tunedcomm/symmetric-memory/{exchange(group, uuid.uuid4().hex)[0]}"
         store = GroupStore(PrefixStore(prefix, _get_process_group_store(group)))
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        # A group without backends: of what it is asked for it needs rank, size and store.
+        # A group without backends: only rank, size and store are asked of it.
         made = ProcessGroup(store, rank, world_size)
         _meetings[group] = name, made, store  # PyTorch does not keep the objects alive itself
         _names.append(name)
@@ -115,10 +111,8 @@ def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Sym
         tensor.zero_()
     except RuntimeError as error:
         failure = str(error)
-    failures: list[str | None] = [None] * dist.get_world_size(group)
     # Before the addresses are exchanged: the others would wait there for a rank that has none.
-    dist.all_gather_object(failures, failure, group=group)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(group, failure)) if text]
     if failed:
         raise WorkspaceError(
             f"{nbytes} bytes of symmetric memory could not be allocated on {device} ({'; '.join(failed)}); "

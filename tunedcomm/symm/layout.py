@@ -10,32 +10,32 @@ A lane, from its base address on:
     scatter    staging_bytes                       first half of the two-shots
     gather     staging_bytes                       second half of the two-shots
 
-Kernels of all ops share the lane, so all keep these rules, and may rely on the kernels before them having kept them:
+Kernels of all ops share the lane. Every kernel keeps these rules and relies on earlier kernels having kept them:
 
 - Flags. Every flag kernel waits for every peer at least once and adds the same number to its epoch on every rank.
 - Arena. A call uses stage (calls mod 2), sends every peer at least one packet, waits for at least one packet of every
   peer, and puts the sentinel back wherever it polled.
-- One-shot areas. A rank writes its own area (epoch mod 2) before its first flag, peers read it after that, and the call
-  adds an odd number to the epoch: the area is written again only after another flag kernel, in which the peers' flags
-  say that they have read it.
-- Scatter. Peers may write it from the start of a call. So a call ends only after every peer has raised a flag after its
-  last read of its scatter area.
-- Gather. Peers may write it after they have seen this rank's first flag of the same call.
+- One-shot areas. A rank writes its own area (epoch mod 2) before its first flag, and peers read it after that flag. The
+  call adds an odd number to the epoch, so the rank writes this area again only after another flag kernel. The peers'
+  flags in that kernel say that they have read the area.
+- Scatter. Peers may write this area from the start of a call. So a call ends only after every peer has raised a flag
+  that follows the peer's last read of its own scatter area.
+- Gather. Peers may write this area once they have seen this rank's first flag of the same call.
 
-Beside the lane there may be *panels*, memory for the matrices of fused GEMMs, allocated when a plan first needs it:
+A group may also have *panels*, memory for the matrices of fused GEMMs, allocated when a plan first needs them:
 
-    flags      MAX_WORLD_SIZE × PANEL_CHUNKS int64  flag [r, c] is raised by rank r when its chunk c is here
-    counters   PANEL_COUNTERS int64                 blocks that are done with a part of the work; 0 between calls
-    number     int64                                calls so far; flags hold the number of the call that raised them
+    flags      MAX_WORLD_SIZE × PANEL_CHUNKS int64  rank r raises flag [r, c] when its chunk c has arrived
+    counters   PANEL_COUNTERS int64                 blocks that have finished a part of the work; 0 between calls
+    number     int64                                calls so far; a flag holds the count of the call that raised it
     data       from PANEL_DATA on
 
-- Panels. A rank's call is done, in stream order, only when no rank reads that rank's panels any more, so
-  a call may write the own panels from its start. Every call begins with `begin_panels_kernel`, which exchanges the
-  lane's flags and counts the call: from then on peers may write this rank's data. A kernel may do without that
-  beginning if it writes no peer's panels before flags of the lane have told it that the peer's kernel has begun.
+- Panels. A call ends, in stream order, only when no rank reads this rank's panels any more, so the next call may write
+  its own panels from the start. Every call begins with `begin_panels_kernel`, which exchanges the lane's flags and
+  counts the call; from then on peers may write this rank's data. A kernel may skip `begin_panels_kernel` if it writes
+  a peer's panels only after the lane's flags have shown that the peer's kernel has begun.
 
-Counters have a copy for each block so that no block waits for another one of its own grid: in a grid of G, block b
-reads entry b and at its end writes the new value to the entries b, b + G, b + 2G, …
+Each counter has one copy a block, so that no block waits for another block of its own grid. In a grid of G blocks,
+block b reads entry b; at its end it writes the new value to the entries b, b + G, b + 2G, …
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ RING_SLOTS = 4
 RING_SLOT_BYTES = 1 << 20
 
 _MIB = 1 << 20
-_PANELS_OF_STAGING = 16  # matrices of fused GEMMs may take so much more than the largest message
-_LAMPORT_SHARE = 4  # Lamport stages hold messages up to a quarter of the staging; beyond that flags win
-_ONE_SHOT_MAX = 4 * _MIB  # one-shots read world_size × the message over the links: never best above this
+_PANELS_OF_STAGING = 16  # matrices of fused GEMMs may be this many times as large as the staging
+_LAMPORT_SHARE = 4  # a Lamport stage holds a quarter of the staging; larger messages are faster by flags
+_ONE_SHOT_MAX = 4 * _MIB  # a one-shot reads world_size × the message over the links; never best above this
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class LaneLayout:
 
     @property
     def panel_bytes(self) -> int:
-        """The most that panels may take, with what lies before their data."""
+        """Upper limit on a lane's panels, flags and counters included."""
         return _PANELS_OF_STAGING * self.staging_bytes
 
     @property
@@ -121,7 +121,7 @@ class LaneLayout:
 def rotate(addresses: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """The other ranks' addresses from `rank` + 1 on, padded with 0 to `MAX_WORLD_SIZE - 1`."""
     count = len(addresses)
-    others = [addresses[(rank + step) % count] for step in range(1, count)]
+    others = [addresses[(rank + turn) % count] for turn in range(1, count)]
     return tuple(others + [0] * (MAX_WORLD_SIZE - 1 - len(others)))
 
 

@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import ProcessGroup, _register_process_group
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store, _world
 
 from tunedcomm.errors import SettingError
+from tunedcomm.symm.control import Control
+from tunedcomm.symm.exchange import exchange, register_subgroup
 from tunedcomm.symm.layout import LaneLayout
 from tunedcomm.symm.ring import HostRing
 from tunedcomm.symm.workspace import Workspace
@@ -49,32 +51,35 @@ class NoWorkspace(NamedTuple):
     group: dist.ProcessGroup
     device: torch.device
     nodes: NodeGroups | None
+    control: Control
     ring: HostRing | None = None
 
     def check_peers(self) -> None:
-        """As that of a workspace, for kernels that wait within a node."""
-        if self.nodes is not None:
-            self.nodes.workspace.check_peers()
+        """Raise if the group has ended."""
+        self.control.check()
 
 
-def node_name(told: Sequence[int]) -> str:
-    """The name of this rank's node: the host's name, or what TUNEDCOMM_NODE_OF_RANK gives as `told`.
+def node_name(node_of_rank: Sequence[int]) -> str:
+    """The name of this rank's node: its entry in `node_of_rank`, or the host's name.
+
+    Args:
+        node_of_rank: value of TUNEDCOMM_NODE_OF_RANK, empty where it is not set.
 
     Raises:
-        SettingError: it is told for another number of ranks.
+        SettingError: `node_of_rank` does not have one entry for each rank.
     """
-    if told and len(told) != dist.get_world_size():
+    if node_of_rank and len(node_of_rank) != dist.get_world_size():
         raise SettingError(
-            f"TUNEDCOMM_NODE_OF_RANK names the nodes of {len(told)} ranks, but the default group has "
+            f"TUNEDCOMM_NODE_OF_RANK names the nodes of {len(node_of_rank)} ranks, but the default group has "
             f"{dist.get_world_size()}; name one for each, or unset it for what the host names say"
         )
-    return str(told[dist.get_rank()]) if told else socket.gethostname()
+    return str(node_of_rank[dist.get_rank()]) if node_of_rank else socket.gethostname()
 
 
 def nodes_of(names: Sequence[str]) -> tuple[int, ...]:
     """Nodes by rank, numbered in the order in which their names come up first."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names)
+    distinct = list(dict.fromkeys(names))
+    return tuple(distinct.index(name) for name in names)
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int:
@@ -107,7 +112,7 @@ def make_subgroup(group: dist.ProcessGroup, members: Sequence[int], name: str, k
     made._register_backend(torch.device(kind), kind_of_backend, backend)
     backend._set_sequence_number_for_group()
     made._set_group_name(name)  # type: ignore[arg-type]
-    # Where torch keeps what it knows of groups; destroy_process_group() ends all that are there.
+    # Where torch keeps its groups; destroy_process_group() ends all that are there.
     _world.pg_map[made] = (backend_name, store)
     _world.pg_names[made] = name  # type: ignore[assignment]
     _world.pg_to_tag[made] = ""
@@ -129,15 +134,17 @@ def make_node_groups(
         WorkspaceError: no symmetric memory on this node; other nodes may have it.
     """
     rank = dist.get_rank(group)
-    tokens: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(tokens, uuid.uuid4().hex, group=group)
-    name = f"tunedcomm-{tokens[0]}"
-    here = [r for r, node in enumerate(nodes) if node == nodes[rank]]
-    place = here.index(rank)
-    by_node = [[r for r, node in enumerate(nodes) if node == number] for number in range(max(nodes) + 1)]
-    across = [members[place] for members in by_node]
-    within = make_subgroup(group, here, f"{name}-node{nodes[rank]}", device.type)
+    name = f"tunedcomm-{exchange(group, uuid.uuid4().hex)[0]}"
+    by_node = [[r for r, of in enumerate(nodes) if of == node] for node in range(max(nodes) + 1)]
+    members = by_node[nodes[rank]]
+    place = members.index(rank)
+    across = [ranks[place] for ranks in by_node]
+    within = make_subgroup(group, members, f"{name}-node{nodes[rank]}", device.type)
+    register_subgroup(within, group, members, f"node{nodes[rank]}")
     between = make_subgroup(group, across, f"{name}-place{place}", device.type)
     # NCCL connects at a group's first call, which must not be one that is captured.
-    dist.all_reduce(torch.zeros(1, device=device), group=between)
-    return NodeGroups(Workspace(within, device, layout, timeout_ns=timeout_ns, names=here), between)
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=between)
+    control = Control.share(within, device, timeout_ns=timeout_ns, names=members)
+    workspace = Workspace(within, device, layout, control)
+    workspace.lanes["eager"]  # now, when ranks of other nodes hear whether there is room
+    return NodeGroups(workspace, between)

@@ -1,16 +1,19 @@
 """A ring of slots in the host's shared memory, through which the ranks of a group exchange CPU tensors.
 
-Every rank has `SLOTS` slots of `SLOT_BYTES` and two words, each on a cache line of its own. A *step* is one use of a
-slot, numbered from 1 on in the order in which the group's calls use them, which is the same on every rank; step s uses
-slot s mod `SLOTS` of every rank. A rank
+Every rank has `SLOTS` slots of `SLOT_BYTES` and three words, each on a cache line of its own. An *epoch* is one use of
+a slot. Epochs count from 1, in the order in which the group's calls use slots, which is the same on every rank. Epoch e
+uses slot e mod `SLOTS` of every rank. A rank
 
-1. `claim`s a step: waits until every peer has read the slot's former step, s − `SLOTS`;
-2. writes its slot and `publish`es the step: its word *ready* becomes s;
-3. `wait`s until every peer's *ready* is at least s, and reads their slots;
-4. `release`s the step: its word *read* becomes s. Steps are released in order.
+1. `claim`s an epoch: waits until every peer has read the slot's former epoch, e − `SLOTS`;
+2. writes its slot and `publish`es the epoch: its word *ready* becomes e;
+3. `wait`s until every peer's *ready* is at least e, and reads their slots;
+4. `release`s the epoch: its word *read* becomes e. Epochs are released in order.
 
 So no slot is overwritten that a late reader still needs, whatever the ops do between the four. A rank may claim up to
-`SLOTS` − 1 steps before it reads the first of them: that is how copies and sums of several chunks overlap.
+`SLOTS` − 1 epochs before it reads the first of them: that is how copies and sums of several chunks overlap.
+
+The third word, *arrived*, serves asynchronous calls: `all_arrived` sets it to the first epoch of the call that this
+rank begins. A call that every rank has begun ends without further help of the program, so it may block its caller.
 
 **Memory order.** What is written before `publish` must be seen after `wait`, and what is read before `release` must not
 be read later than a peer writes after `claim`. Words are aligned and of eight bytes, which CPython stores and loads
@@ -24,7 +27,9 @@ release, so that the pair in this order keeps everything before it before everyt
 **Waiting** spins for a while, then yields the core at every look, so that more ranks than cores make progress, and
 sleeps between looks when a peer is late by more than a few milliseconds. Where a yield takes long, other programs want
 the core: who yields to them waits for all their time slices, while the scheduler lets a sleeper in at once. So the next
-waits sleep at once. Waiting ends with `PeerTimeoutError` after the group's time-out.
+waits sleep at once. They also do while another thread of this process has calls to make, for a yield keeps the
+interpreter's lock. Waiting ends with `PeerTimeoutError` after the group's time-out, and when the group has ended
+(`symm.control`). An epoch that a peer had published by then is used all the same.
 """
 
 from __future__ import annotations
@@ -40,16 +45,20 @@ import torch.distributed as dist
 
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.symm.buffer import allocate_on_host
+from tunedcomm.symm.control import Control, refuse_nested
+from tunedcomm.symm.exchange import AFTERWARDS
 from tunedcomm.symm.layout import RING_SLOT_BYTES as SLOT_BYTES
 from tunedcomm.symm.layout import RING_SLOTS as SLOTS
 
-_READY, _READ = 0, 64  # offsets of a rank's two words
+_READY, _READ, _ARRIVED = 0, 64, 128  # offsets of a rank's words
 _SLOTS_AT = 4096
 _WORD = 8
 _SLEEP_AFTER_NS, _SLEEP_S = 5_000_000, 0.00002
 _LONG_YIELD_NS, _SLEEPY_WAITS = 1_000_000, 100
 _IS_STRONGLY_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 _fence_lock = threading.local()
+# Not empty while a thread beside the program's makes calls of a group.
+background: list[bool] = []
 
 
 def _fence() -> None:
@@ -70,23 +79,24 @@ class HostRing:
 
     Args:
         group: process group whose ranks run on one host.
-        timeout_ns: bound of every wait.
+        control: the group's control block.
 
     Attributes:
         lock: held for the length of a call.
         rank, world_size: the caller's place in the group.
-        status: word 0 becomes 1 when a wait is given up, for callers that look before each call.
+        scratch: six slots' bytes of this process, for a call's sums.
 
     Raises:
         WorkspaceError: /dev/shm has no room for the slots, or a rank cannot map them; on every rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout_ns: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, control: Control) -> None:
         buffer = allocate_on_host(group, _SLOTS_AT + SLOTS * SLOT_BYTES)
         self.rank = buffer.rank
         self.world_size = buffer.world_size
-        self.lock = threading.Lock()
-        self._timeout_ns = timeout_ns
+        self.lock = threading.RLock()  # a call within a call must get as far as `begin`, which refuses it
+        self.control = control
+        self._status = control.status
         starts = [address - buffer.addresses[0] for address in buffer.addresses]
         self._slots = [[start + _SLOTS_AT + k * SLOT_BYTES for k in range(SLOTS)] for start in starts]
         self._base = buffer.addresses[0]
@@ -94,25 +104,18 @@ class HostRing:
         self._mapping = memoryview(buffer.owner)  # type: ignore[arg-type]
         self._words = self._mapping.cast("q")
         # From the next rank on, so that not all ranks look at the same peer first.
-        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        self._peers = [(self.rank + turn) % self.world_size for turn in range(1, self.world_size)]
         self._ready = [(start + _READY) // _WORD for start in starts]
         self._read = [(start + _READ) // _WORD for start in starts]
         self._peers_ready = [self._ready[peer] for peer in self._peers]
+        arrived = [(start + _ARRIVED) // _WORD for start in starts]
+        self._my_arrived, self._peers_arrived = arrived[self.rank], [arrived[peer] for peer in self._peers]
         self._my_ready, self._my_read = self._ready[self.rank], self._read[self.rank]
-        self._step = 0
-        self._freed = 0  # every peer is known to have read the steps up to this one
+        self._epoch = self._released = 0
+        self._freed = 0  # every peer is known to have read the epochs up to this one
+        # Calls of a ring follow each other, so the sums of all their sizes share this memory.
+        self.scratch = np.empty(6 * SLOT_BYTES, np.uint8)
         self._sleepy = 0  # waits to come that do not yield
-        self._lost = ""
-        self.status = memoryview(bytearray(1))
-
-    def check_peers(self) -> None:
-        """Raise if an earlier call was given up.
-
-        Raises:
-            PeerTimeoutError: as in that call. The group's steps are out of order from then on.
-        """
-        if self._lost:
-            raise PeerTimeoutError(self._lost)
 
     def address(self, rank: int, slot: int) -> int:
         """The address of a rank's slot in this process."""
@@ -122,65 +125,131 @@ class HostRing:
         """Bytes of a rank's slot, from `first` on."""
         return np.frombuffer(self._mapping, np.uint8, nbytes, self._slots[rank][slot] + first)
 
-    def claim(self, op: str) -> int:
-        """The next step; its slot may be written.
+    def all_arrived(self, patience_ns: int) -> bool:
+        """Tell the peers that this rank begins the group's next call; True if all of them begin it in `patience_ns`."""
+        epoch, words, end_ns = self._epoch + 1, self._words, 0
+        words[self._my_arrived] = epoch
+        for ready, arrived in zip(self._peers_ready, self._peers_arrived, strict=True):
+            while words[ready] < epoch and words[arrived] < epoch:
+                end_ns = end_ns or time.monotonic_ns() + patience_ns
+                if time.monotonic_ns() > end_ns:
+                    return False
+                os.sched_yield()
+        return True
+
+    def begin(self, op: str) -> int:
+        """Begin a call: its first epoch, as by `claim`.
 
         Raises:
-            PeerTimeoutError: a peer has not read the slot's former step, or an earlier call was given up.
+            GroupError: a call of the group is under way on this thread.
         """
-        step = self._step + 1
-        if step - SLOTS > self._freed:
-            self._free(step - SLOTS, op)
-        self._step = step
-        return step
+        if self._released != self._epoch or self.control.interpreting:
+            self._begin_among_others(op)
+        epoch = self._epoch + 1
+        if epoch - SLOTS > self._freed:
+            self._free(epoch - SLOTS, op)
+        self._epoch = epoch
+        return epoch
 
-    def publish(self, step: int) -> None:
-        """Tell the peers that the slot of `step` is written."""
+    def _begin_among_others(self, op: str) -> None:
+        self.control.check()
+        self.lock.release()
+        is_nested = self.is_mine() or self.control.interpreting == threading.get_ident()
+        self.lock.acquire()
+        if is_nested:
+            refuse_nested(op)
+        if self._released != self._epoch:
+            self.control.abort(f"rank {self.rank} left a call on another thread by an exception. {AFTERWARDS}")
+            self.control.check()
+
+    def is_mine(self) -> bool:
+        """True if this thread holds the lock, so that a call is under way on it."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # threading.Condition uses it, too
+
+    def claim(self, op: str) -> int:
+        """The next epoch; its slot may be written.
+
+        Raises:
+            PeerTimeoutError, GroupAbortedError: a peer has not read the slot's former epoch.
+        """
+        epoch = self._epoch + 1
+        if epoch - SLOTS > self._freed:
+            self._free(epoch - SLOTS, op)
+        self._epoch = epoch
+        return epoch
+
+    def publish(self, epoch: int) -> None:
+        """Tell the peers that the slot of `epoch` is written."""
         if not _IS_STRONGLY_ORDERED:
             _fence()
-        self._words[self._my_ready] = step
+        self._words[self._my_ready] = epoch
 
-    def wait(self, step: int, spins: int, op: str) -> None:
-        """Wait until every peer has published `step`.
+    def wait(self, epoch: int, spins: int, op: str) -> None:
+        """Wait until every peer has published `epoch`.
 
         Args:
-            step: one that this rank has published.
+            epoch: one that this rank has published.
             spins: looks at a word before the core is yielded between them.
             op: for the error.
 
         Raises:
-            PeerTimeoutError: a peer did not come.
+            PeerTimeoutError, GroupAbortedError: a peer did not come.
         """
         words = self._words
         for place in self._peers_ready:
-            if words[place] < step:
-                self._await(place, step, spins, op)
+            if words[place] < epoch:
+                self._await(place, epoch, spins, op)
         if not _IS_STRONGLY_ORDERED:
             _fence()
 
-    def release(self, step: int) -> None:
-        """Tell the peers that this rank reads their slots of `step` no more."""
+    def exchange(self, epoch: int, spins: int, op: str) -> None:
+        """`publish`, then `wait`, in one call: at 1 KiB a call of Python's is 1 % of a collective."""
         if not _IS_STRONGLY_ORDERED:
             _fence()
-        self._words[self._my_read] = step
+        words = self._words
+        words[self._my_ready] = epoch
+        for place in self._peers_ready:
+            if words[place] < epoch:
+                self._await(place, epoch, spins, op)
+        if not _IS_STRONGLY_ORDERED:
+            _fence()
 
-    def _free(self, step: int, op: str) -> None:
+    def release(self, epoch: int) -> None:
+        """Tell the peers that this rank reads their slots of `epoch` no more."""
+        if not _IS_STRONGLY_ORDERED:
+            _fence()
+        self._words[self._my_read] = self._released = epoch
+
+    def meet(self, op: str) -> None:
+        """Wait until every peer has come to the same call.
+
+        A rank that is interrupted between here and the library's own exchange leaves its peers there until the library
+        gives up: some microseconds that no word can cover.
+        """
+        with self.lock:
+            epoch = self.begin(op)
+            self.exchange(epoch, 1, op)
+            self.control.check()
+            self.release(epoch)
+
+    def _free(self, epoch: int, op: str) -> None:
         for peer in self._peers:
-            self._await(self._read[peer], step, 0, op)
-        self._freed = min((self._words[self._read[peer]] for peer in self._peers), default=step)
+            self._await(self._read[peer], epoch, 0, op)
+        self._freed = min((self._words[self._read[peer]] for peer in self._peers), default=epoch)
         if not _IS_STRONGLY_ORDERED:
             _fence()
 
-    def _await(self, place: int, step: int, spins: int, op: str) -> None:
+    def _await(self, place: int, epoch: int, spins: int, op: str) -> None:
         words = self._words
         for _ in range(spins):
-            if words[place] >= step:
+            if words[place] >= epoch:
                 return
-        self.check_peers()
         begin = now = time.monotonic_ns()
         self._sleepy = max(self._sleepy - 1, 0)
-        while words[place] < step:
-            if self._sleepy or now - begin > _SLEEP_AFTER_NS:
+        while words[place] < epoch:
+            if self._status[0] and words[place] < epoch:  # looked at in this order
+                self.control.check()
+            if self._sleepy or background or now - begin > _SLEEP_AFTER_NS:
                 time.sleep(_SLEEP_S)
                 now = time.monotonic_ns()
             else:
@@ -188,16 +257,15 @@ class HostRing:
                 before, now = now, time.monotonic_ns()
                 if now - before > _LONG_YIELD_NS:
                     self._sleepy = _SLEEPY_WAITS
-            if now - begin > self._timeout_ns and words[place] < step:
-                self._give_up(self._read if place in self._read else self._ready, step, op)
+            if now - begin > self.control.timeout_ns and words[place] < epoch:
+                self._give_up(self._read if place in self._read else self._ready, epoch, op)
 
-    def _give_up(self, places: Sequence[int], step: int, op: str) -> None:
-        missed = [str(peer) for peer in sorted(self._peers) if self._words[places[peer]] < step]
-        self._lost = (
-            f"rank {self.rank} waited more than {self._timeout_ns / 1e9:g} s for its peers: {op} missed rank "
+    def _give_up(self, places: Sequence[int], epoch: int, op: str) -> None:
+        missed = [str(peer) for peer in sorted(self._peers) if self._words[places[peer]] < epoch]
+        text = (
+            f"rank {self.rank} waited more than {self.control.timeout_ns / 1e9:g} s for its peers: {op} missed rank "
             f"{', '.join(missed)} of the group of {self.world_size}. Such a rank died, or did not make the same call. "
-            "The group cannot be used any more; make a new process group, or raise TUNEDCOMM_PEER_TIMEOUT_S if the "
-            "peer was only slow"
+            f"{AFTERWARDS}, or raise TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
         )
-        self.status[0] = 1
-        raise PeerTimeoutError(self._lost)
+        self.control.abort(text, timed_out=True)
+        raise PeerTimeoutError(text)

@@ -8,24 +8,27 @@ first needs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from tunedcomm.errors import PeerTimeoutError
-from tunedcomm.spec import Mode, Problem, ops
+from tunedcomm.spec import Mode, Problem
+from tunedcomm.state import clean_thread
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate_on_host
-from tunedcomm.symm.layout import LANES, PANEL_DATA, STATUS_BYTES, LaneLayout, rotate
+from tunedcomm.symm.control import Control
+from tunedcomm.symm.exchange import exchange, set_up
+from tunedcomm.symm.layout import LANES, PANEL_DATA, LaneLayout, rotate
 from tunedcomm.symm.ring import HostRing
 
 _SENTINEL_WORD = -0x80000000
-_LEAST_PANEL_BYTES = 16 << 20
-_LEAST_SCRATCH_BYTES = 1 << 20
-_WHERE: dict[Mode, str] = {"eager": "called eagerly", "graph": "captured in a graph"}
+_MIN_PANEL_BYTES = 16 << 20
+_MIN_SCRATCH_BYTES = 1 << 20
 
 
+@clean_thread()
 def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
     """Allocate `nbytes` on every rank of `group` and exchange the addresses; collective over the group.
 
@@ -71,56 +74,69 @@ class Panels(Lane):
         return self.local + PANEL_DATA
 
 
+class _Lanes(dict[Mode, Lane]):
+    """The lanes of a workspace, each made when a plan first binds a kernel that uses it, which all ranks do alike."""
+
+    def __init__(self, make: weakref.WeakMethod[Callable[[Mode], Lane]]) -> None:
+        super().__init__()
+        self._make = make  # weak: the workspace holds this dict, and must go with its last user, not with the collector
+
+    def __missing__(self, mode: Mode) -> Lane:
+        make = self._make()
+        assert make is not None, "whoever looks up a lane holds the workspace"
+        lane = self[mode] = make(mode)
+        return lane
+
+
 class Workspace:
-    """Symmetric memory of one group, allocated once; collective over the group.
+    """Symmetric memory of one group; collective over the group.
+
+    On GPUs both lanes are made at once. On CPUs most groups never bind a kernel, and none captures graphs, so a lane is
+    made when it is first looked up: collective, too.
 
     Args:
         group: the process group.
         device: where the tensors live.
         layout: sizes of a lane, the same on every rank.
-        timeout_ns: bound of every wait in a kernel.
-        names: numbers of the ranks in error messages; None: as in the group.
+        control: the group's control block.
 
     Raises:
         WorkspaceError: no symmetric memory.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        layout: LaneLayout,
-        *,
-        timeout_ns: int,
-        names: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: LaneLayout, control: Control) -> None:
         self.group = group
         self.device = device
         self.layout = layout
-        self.timeout_ns = timeout_ns
+        self.control = control
+        self.timeout_ns = control.timeout_ns
         # An allocation a lane: PyTorch's operators keep their flags by allocation, so lanes do not share those either.
-        self.buffers: dict[Mode, SymmetricBuffer] = {m: allocate(group, device, layout.total_bytes) for m in LANES}
+        self.buffers: dict[Mode, SymmetricBuffer] = {}
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._names = tuple(names or range(self.world_size))
         self.symmetric: dict[int, SymmetricBuffer] = {}
         self.ring: HostRing | None = None  # set where CPU tensors go through one
-        self._status = _status_block(pinned=device.type == "cuda")
-        self.status_view = memoryview(self._status.numpy())  # type: ignore[arg-type]
-        self._callers = [(op, mode) for op in sorted(ops()) for mode in LANES]
         # All that a lane ever had, the largest last: captured graphs may still use the smaller ones.
         self._panels: dict[Mode, list[Panels]] = {}
         self._scratch: dict[Mode, list[torch.Tensor]] = {}
-        self.lanes = {mode: Lane(*self._addresses(buffer)) for mode, buffer in self.buffers.items()}
-        for buffer in self.buffers.values():
-            buffer.local[layout.arena : layout.one_shot].view(torch.int32).fill_(_SENTINEL_WORD)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        dist.barrier(group)  # no rank may send before every rank has armed its arena
+        self.lanes: dict[Mode, Lane] = _Lanes(weakref.WeakMethod(self._make_lane))
+        if device.type == "cuda":  # where memory may be short later, and most groups call kernels
+            for mode in LANES:
+                self.lanes[mode]
+
+    def _make_lane(self, mode: Mode) -> Lane:
+        buffer = allocate(self.group, self.device, self.layout.total_bytes)
+        with set_up(self.group, anew=False):
+            buffer.local[self.layout.arena : self.layout.one_shot].view(torch.int32).fill_(_SENTINEL_WORD)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            exchange(self.group, None)  # no rank may send before every rank has armed its arena
+        self.buffers[mode] = buffer
+        return Lane(*self._addresses(buffer))
 
     def status_argument(self, problem: Problem) -> int:
-        """The kernels' argument `status`: the block's address plus the number of the problem's op and mode."""
-        return self._status.data_ptr() + 1 + self._callers.index((problem.op, problem.mode))
+        """The kernels' argument `status`, see `Control.status_argument`."""
+        return self.control.status_argument(problem)
 
     def panels(self, mode: Mode, nbytes: int) -> Panels:
         """A lane's panels with room for `nbytes` of data; collective over the group, never while a graph is captured.
@@ -130,7 +146,7 @@ class Workspace:
         """
         made = self._panels.setdefault(mode, [])
         if not made or made[-1].buffer.nbytes < nbytes + PANEL_DATA:
-            size = max(_LEAST_PANEL_BYTES, 1 << (nbytes + PANEL_DATA - 1).bit_length())
+            size = max(_MIN_PANEL_BYTES, 1 << (nbytes + PANEL_DATA - 1).bit_length())
             buffer = allocate(self.group, self.device, size)
             made.append(Panels(*self._addresses(buffer), buffer))
         return made[-1]
@@ -142,7 +158,7 @@ class Workspace:
         """
         made = self._scratch.setdefault(mode, [])
         if not made or made[-1].nbytes < nbytes:
-            size = max(_LEAST_SCRATCH_BYTES, 1 << (nbytes - 1).bit_length())
+            size = max(_MIN_SCRATCH_BYTES, 1 << (nbytes - 1).bit_length())
             made.append(torch.empty(size, dtype=torch.uint8, device=self.device))
         return made[-1]
 
@@ -153,8 +169,8 @@ class Workspace:
     def staging(self, mode: Mode, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` elements of a lane's gather area, for library operators on peers' memory.
 
-        Not of the scatter area: what they leave there is read after their last barrier, and by then a peer may be in
-        its next call and write.
+        Not the scatter area: the operators read it after their last barrier, when a peer may be in its next call and
+        write.
         """
         start = self.layout.gather
         return self.buffers[mode].local[start : start + numel * dtype.itemsize].view(dtype)
@@ -164,6 +180,8 @@ class Workspace:
 
         Called while no rank has a call under way; waits for the device.
         """
+        if mode not in self.buffers:
+            return 0
         arena = self.buffers[mode].local[self.layout.arena : self.layout.one_shot].view(torch.int32)
         count = int((arena != _SENTINEL_WORD).sum())
         if count:
@@ -187,34 +205,5 @@ class Workspace:
         return rotate(tuple(address + offset for address in buffer.addresses), self.rank)
 
     def check_peers(self) -> None:
-        """Raise if a kernel gave up waiting for a peer.
-
-        Raises:
-            PeerTimeoutError: names the calls and the ranks that were missed. The group stays unusable: its flags and
-                packets are out of step.
-        """
-        if not self.status_view[0]:
-            return
-        by_caller: dict[int, list[str]] = {}
-        for rank, number in enumerate(self.status_view[1 : 1 + self.world_size]):
-            if number:
-                by_caller.setdefault(number - 1, []).append(str(self._names[rank]))
-        # Word 0 is written last, but a block may still be noting a rank: then the call is not known yet.
-        missed = [
-            f"{self._callers[caller][0]} ({_WHERE[self._callers[caller][1]]}) missed rank {', '.join(ranks)}"
-            for caller, ranks in sorted(by_caller.items())
-        ]
-        raise PeerTimeoutError(
-            f"rank {self._names[self.rank]} waited more than {self.timeout_ns / 1e9:g} s for its peers: "
-            f"{'; '.join(missed) or 'a rank did not come'} of the group of {self.world_size}. Such a rank died, or did "
-            "not make the same call. The group cannot be used any more; make a new process group, or raise "
-            "TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
-        )
-
-
-def _status_block(*, pinned: bool) -> torch.Tensor:
-    """The status block's words, all 0, at a multiple of its size."""
-    words = STATUS_BYTES // 4
-    room = torch.zeros(2 * words, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    skip = -room.data_ptr() % STATUS_BYTES // 4
-    return room[skip : skip + words]
+        """Raise if the group has ended, such as by a kernel that gave up waiting for a peer; see `Control.check`."""
+        self.control.check()

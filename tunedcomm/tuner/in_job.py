@@ -1,15 +1,15 @@
 """Tuning in a running job: the ranks of a process group are the gang, and rank 0 decides for all.
 
-There is no supervisor to kill a gang, so what it would do for a sweep is done otherwise:
+No supervisor can kill this gang, so three rules replace it:
 
-- Trials run in memory of their own (`Communicator.with_own_memory`), where waits for peers end after `PEER_TIMEOUT_S`.
-  A candidate that hangs, or raises on one rank, ends on all of them; then the memory is made anew, and the group's own
-  calls know nothing of it.
-- Votes and commands go through a gloo group that is made for this and ended with it.
-- Only variants of this package are tried unless others are asked for: theirs may wait without a bound.
+- Trials run in memory of their own (`Communicator.with_own_memory`), where a wait for a peer ends after
+  `PEER_TIMEOUT_S`. A candidate that hangs, or raises on one rank, ends on all ranks. The memory is then made anew, and
+  the group's own calls are not affected.
+- Votes and commands go through a gloo group that is made for the tuning and destroyed after it.
+- Only variants of this package are tried unless the caller asks for others, whose waits may have no bound.
 
-The search is short: every problem gets an even share of the time, begins with guesses from all that is known, goes on
-among the neighbours of its best, and ends with its own finals, while its tensors are there.
+The search is short. Every problem gets an even share of the time, begins with guesses from all that is known, goes on
+among the neighbours of its best candidate, and has its own finals while its tensors exist.
 """
 
 from __future__ import annotations
@@ -18,48 +18,45 @@ import contextlib
 import math
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 
-from tunedcomm.db.records import Trial
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.launches import no_intercept
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_op, get_variant, variants
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_op, get_variant
+from tunedcomm.state import clean_process
 from tunedcomm.symm.nodes import make_subgroup
 from tunedcomm.tuner.gang.group import Gang
 from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
 from tunedcomm.tuner.measure.trial import TrialRunner
 from tunedcomm.tuner.search.coordinator import Coordinator
-from tunedcomm.tuner.search.knowledge import is_library
-from tunedcomm.tuner.search.study import LocalSearch, Search, default_candidates, families
+from tunedcomm.tuner.search.knowledge import Knowledge, is_library
+from tunedcomm.tuner.search.strategy import Strategy
+from tunedcomm.tuner.search.study import LocalSearch, default_candidates, families
 
 # Longest wait of a trial's launch for a peer.
 PEER_TIMEOUT_S = 2.0
 # Finalists of a problem besides the library.
 _FINALISTS = 3
-# Times the best one's, up to which another takes part in the finals.
+# A candidate takes part in the finals if it took at most this many times as long as the best one.
 _CLOSE = {"cuda": 1.05, "host": 1.3}
-# A variant that took so many times as long as the best near a size is not tried there.
+# A variant that took this many times as long as the best one near a size is not tried there.
 _FAR_BEHIND = 3.0
-# What is taken for that of a variant that did not run near it, and how many times as large is near.
+# Slowdown assumed for a variant not measured near this size. "Near" is within a factor of `_NEAR`.
 _UNKNOWN = 1.5
 _NEAR = 8.0
 _ROUND_BUDGET_US = 100_000.0
-# Of CPU tensors larger ones are checked at their very size alone: there the references take the time, not the launches.
-_FULL_CHECK_BYTES = 2 << 20
-# Up to here a problem's first trial takes what it takes; beyond, as much more as there are more bytes.
+# Larger CPU tensors are checked at their own size alone: there the references take the time, not the launches.
+_FULL_CHECK_BYTES = {"cuda": math.inf, "host": 2 << 20}
+# The estimate of a first trial's time is constant up to this size, and grows with the size beyond.
 _SMALL_BYTES = {"cuda": 64 << 20, "host": 1 << 20}
-# Problems that fit into a budget, by the seconds that each should get; these are searched from small to large messages.
+# Seconds for each problem. As many problems as the budget holds are searched from small to large messages.
 _LEAST_S = 0.2
 
 
 def job_settings(limits: Limits, problems: Collection[Problem], policy: NumericsPolicy) -> Settings:
-    """Settings of a short search: few samples, since time is short, and no second chance for what hung."""
+    """Settings of a short search: few samples, and no second chance for a candidate that hung."""
     on_gpu = limits.backend == "cuda"
-    # Interpreted kernels take a tenth of a second, and are searched where nothing else is there for CPU tensors.
-    is_fast = all(any(v.untuned(problem, limits) for v in variants(problem.op).values()) for problem in problems)
     return Settings(
         backend=limits.backend,
         world_size=next(iter(problems)).world_size,
@@ -69,9 +66,11 @@ def job_settings(limits: Limits, problems: Collection[Problem], policy: Numerics
         first_rounds=2 if on_gpu else 3,
         more_rounds=6 if on_gpu else 8,
         final_rounds=12,
-        for_kernels=on_gpu or not is_fast,
+        for_kernels=on_gpu,
         round_budget_us=_ROUND_BUDGET_US,
-        short=True,
+        in_job=True,
+        search_share=0.95,
+        full_check_bytes=_FULL_CHECK_BYTES[limits.backend],
         peer_timeout_s=PEER_TIMEOUT_S,
         failures_per_variant=1,
     )
@@ -86,136 +85,119 @@ def is_own(candidate: Candidate) -> bool:
 
 
 def in_order(problems: Sequence[Problem], budget_s: float) -> list[Problem]:
-    """The order to search problems in, given the most wanted first.
+    """The order to search problems in; `problems` begin with the most wanted one.
 
-    As many of these as fit into the budget, family by family and from small to large messages, so that each begins with
-    what is good next to it; then the others.
+    First come as many as fit into the budget, family by family and from small to large messages, so that each search
+    begins with the winners of the size next to it. The other problems follow.
     """
     fitting = max(1, int(budget_s / _LEAST_S))
     parts = (problems[:fitting], problems[fitting:])
     return [problem for part in parts for family in families(part) for problem in family]
 
 
-class ShortSearch(Coordinator):
-    """A coordinator of one gang that searches problem after problem, each with its finals at its end, see `plan`."""
+class JobStrategy(Strategy):
+    """The answers of a short search: one problem after another, each with its own finals.
 
-    _search_class = LocalSearch
-    _search_share = 0.95
+    Args:
+        settings: of the search.
+        guesses: each problem's candidates to try right after the library; the most wanted problem first.
+        plugins: try variants of other packages, too.
+    """
 
-    def plan(self, guesses: Mapping[Problem, Sequence[Candidate]], *, plugins: bool = False) -> None:
-        """Set the problems, most wanted first, before the first command is asked for.
+    search = LocalSearch
 
-        Args:
-            guesses: problem to candidates that are tried right after the library.
-            plugins: try variants of other packages, too.
+    def __init__(
+        self, settings: Settings, guesses: Mapping[Problem, Sequence[Candidate]], *, plugins: bool = False
+    ) -> None:
+        super().__init__(settings)
+        self._guesses, self._plugins = guesses, plugins
+        self._first_s: dict[Problem, float] = {}  # duration of each problem's first trial
+
+    def families(self, problems: Iterable[Problem]) -> list[list[Problem]]:
+        return [[problem] for problem in problems]
+
+    def space(self, problem: Problem, known: Knowledge) -> list[Candidate]:
+        return [c for c in super().space(problem, known) if self._plugins or is_library(c) or is_own(c)]
+
+    def seeds(self, problem: Problem, known: Knowledge, searched: Collection[Problem]) -> list[Candidate]:
+        """Guesses, then the variants' default configs, in the order of the variants' times near this size.
+
+        Where a default did not win next to this size, the winner's config comes second.
         """
-        self._families, self._guesses, self._plugins = [[problem] for problem in guesses], guesses, plugins
-        self._begun_s, self._first_s = 0.0, dict[Problem, float]()
-        self._trials_s, self._num_trials = 0.0, 0
+        near = _near(problem, searched)
+        behind = _behind(near, known)
 
-    def _space(self, problem: Problem) -> list[Candidate]:
-        return [c for c in super()._space(problem) if self._plugins or is_library(c) or is_own(c)]
+        def slowdown(candidate: Candidate) -> float:
+            return behind.get(candidate.variant, _UNKNOWN)
 
-    def _seeds(self, problem: Problem) -> list[Candidate]:
-        """Guesses, then the defaults of variants, which know the size, in the order of their times near it.
+        usual = default_candidates(problem, known.limits)
+        defaults = sorted((c for c in usual if slowdown(c) <= _FAR_BEHIND), key=slowdown)
+        winners: list[Candidate] = []
+        for other in near[:1]:
+            usual = default_candidates(other, known.limits)
+            winners = [c for c in known.fastest(other, 1, self._settings.policy) if c not in usual]
+        return [*self._guesses[problem], *defaults[:1], *known.feasible(problem, winners), *defaults[1:]]
 
-        Where a default did not win next to it, the winner's config comes second.
-        """
-        limits, known = self._knowledge.limits, self._behind(problem)
-        defaults = [c for c in default_candidates(problem, limits) if known.get(c.variant, _UNKNOWN) <= _FAR_BEHIND]
-        defaults.sort(key=lambda c: known.get(c.variant, _UNKNOWN))
-        found: list[Candidate] = []
-        for other in self._near(problem)[:1]:
-            usual = default_candidates(other, limits)
-            found = [c for c in self._knowledge.winners(other, 1, self._settings.policy) if c not in usual]
-        return [*self._guesses[problem], *defaults[:1], *self._knowledge.feasible(problem, found), *defaults[1:]]
-
-    def _near(self, problem: Problem) -> list[Problem]:
-        """Problems of the family that were searched, up to so many times smaller or larger, the nearest first."""
-
-        def distance(other: Problem) -> float:
-            sizes = [get_op(p.op).message_bytes(p) + 1 for p in (problem, other)]
-            return max(sizes) / min(sizes)
-
-        near = [p for p in self.searched if p.family == problem.family and distance(p) <= _NEAR]
-        return sorted(near, key=distance)
-
-    def _behind(self, problem: Problem) -> dict[str, float]:
-        """Variant to how many times as long as the best it took, at the nearest size where it ran."""
-        found: dict[str, float] = {}
-        for other in self._near(problem):
-            times: dict[str, float] = {}
-            for trial in self._knowledge.trials(other):
-                if trial.latency_p50_us is not None and not is_library(trial.candidate):
-                    times[trial.variant] = min(trial.latency_p50_us, times.get(trial.variant, math.inf))
-            found = {variant: us / min(times.values()) for variant, us in times.items()} | found
-        return found
-
-    def _grant_time(self, problem: Problem) -> None:
-        super()._grant_time(problem)
-        self._until_s[problem] -= self._trials_s / max(self._num_trials, 1) / 2  # the last trial ends later
-
-    def _finalists(self, family: Sequence[Problem]) -> Iterator[tuple[Problem, list[Candidate]]]:
-        """The best few, where they are too close to tell apart by one look."""
+    def finalists(self, family: Sequence[Problem], known: Knowledge) -> Iterator[tuple[Problem, list[Candidate]]]:
+        """The best few candidates, where they are too close to tell apart by one look."""
         for problem in family:
-            times = self._knowledge.settled(problem)
-            best = self._knowledge.winners(problem, _FINALISTS, self._settings.policy)
+            times = known.settled(problem)
+            best = known.fastest(problem, _FINALISTS, self._settings.policy)
             close = [c for c in best if (times[c] or 0.0) <= _CLOSE[self._settings.backend] * (times[best[0]] or 0.0)]
-            yield problem, close if len(close) > 1 else []
+            yield problem, close if len(close) > 1 else []  # the library is measured beside each of them
 
-    def _measure(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
-        """Measure these again, if there are any: the library is beside each of them."""
-        wanted = self._knowledge.feasible(problem, candidates)
-        self._searches[problem, True] = Search(problem, wanted, self._settings, wanted)
+    def may_begin(self, problem: Problem, seconds_left: float) -> bool:
+        """True if the first trial of the problem fits into the time left, estimated from the largest first trial."""
 
-    def _assign(self, gang: int, problem: Problem, candidate: Candidate, *, final: bool) -> Command:
-        command, self._begun_s = super()._assign(gang, problem, candidate, final=final), self._clock()
-        is_large = self._settings.backend == "host" and problem.nbytes > _FULL_CHECK_BYTES
-        return replace(command, full_check=command.full_check and not is_large)
-
-    def _next_at(self, gang: int, problem: Problem, *, final: bool) -> Command | None:
-        if not final and (problem, False) not in self._searches and self._cost_s(problem) > self.seconds_left:
-            self.searched[problem] = None  # it is left as it was
-            return None
-        return super()._next_at(gang, problem, final=final)
-
-    def learn(self, gang: int, result: TrialResult) -> Trial | None:
-        """Take in how a trial ended, and what the first one of a problem took."""
-        command = self._running[gang]
-        took_s = self._clock() - self._begun_s
-        self._first_s.setdefault(command.trial[0], took_s)
-        self._trials_s, self._num_trials = self._trials_s + took_s, self._num_trials + 1
-        return super().learn(gang, result)
-
-    def _is_doubtful(self, gang: int, candidate: Candidate, status: str) -> bool:
-        """True for the library alone: what other candidates leave behind is gone with the memory of their trials."""
-        return is_library(candidate) and super()._is_doubtful(gang, candidate, status)
-
-    def _cost_s(self, problem: Problem) -> float:
-        """Seconds that the first trial of a problem may take, by that of the largest one that ran."""
-
-        def size(of: Problem) -> int:
-            return max(get_op(of.op).message_bytes(of), _SMALL_BYTES[self._settings.backend])
+        def size(other: Problem) -> int:
+            return max(get_op(other.op).message_bytes(other), _SMALL_BYTES[self._settings.backend])
 
         if not self._first_s:
-            return 0.0
+            return seconds_left >= 0.0
         largest = max(self._first_s, key=size)
-        return self._first_s[largest] * max(1.0, size(problem) / size(largest))
+        return self._first_s[largest] * max(1.0, size(problem) / size(largest)) <= seconds_left
+
+    def learn_cost(self, problem: Problem, seconds: float) -> None:
+        self._first_s.setdefault(problem, seconds)
+
+
+def _near(problem: Problem, searched: Collection[Problem]) -> list[Problem]:
+    """Searched problems of the family that are at most `_NEAR` times smaller or larger, the nearest first."""
+
+    def distance(other: Problem) -> float:
+        sizes = [get_op(p.op).message_bytes(p) + 1 for p in (problem, other)]
+        return max(sizes) / min(sizes)
+
+    return sorted((p for p in searched if p.family == problem.family and distance(p) <= _NEAR), key=distance)
+
+
+def _behind(near: Iterable[Problem], known: Knowledge) -> dict[str, float]:
+    """Variant to its time over the best variant's time, at the nearest of these problems where it ran."""
+    found: dict[str, float] = {}
+    for other in near:
+        times: dict[str, float] = {}
+        for trial in known.trials(other):
+            if trial.latency_p50_us is not None and not is_library(trial.candidate):
+                times[trial.variant] = min(trial.latency_p50_us, times.get(trial.variant, math.inf))
+        found = {variant: us / min(times.values()) for variant, us in times.items()} | found
+    return found
 
 
 def run_in_job(
     communicator: Communicator,
     settings: Settings,
     coordinator: Coordinator | None,
-    tell: Callable[[Command, TrialResult], None] = lambda command, result: None,
+    on_known: Callable[[Knowledge], None] = lambda known: None,
+    on_result: Callable[[Command, TrialResult], None] = lambda command, result: None,
 ) -> None:
     """Run the trials that rank 0's coordinator asks for; collective over the group, outside of any capture.
 
     Args:
-        communicator: of the group; its own memory and plans are left alone.
+        communicator: of the group; its memory and plans are not touched.
         settings: the same on every rank.
         coordinator: rank 0's; None on the other ranks.
-        tell: called with every trial that ended, on rank 0.
+        on_known: called on rank 0 before the first trial.
+        on_result: called on rank 0 with every trial that ended.
 
     Raises:
         RuntimeError: a rank is gone, or the library does not run.
@@ -230,25 +212,26 @@ def run_in_job(
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group, control)
         stack.enter_context(no_intercept())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(communicator.device.type, enabled=False))
+        stack.enter_context(clean_process())
         while True:
             if runner is None:
                 own = communicator.with_own_memory(PEER_TIMEOUT_S, for_kernels=settings.for_kernels)
                 gang = Gang(control, own)
-                gang.synchronize()  # with what the program has launched before: its kernels take room, too
+                gang.synchronize()  # the program's kernels, which take room on the GPU, must be done
                 gang.barrier()
                 runner = TrialRunner(gang, settings)
                 if coordinator is not None:
-                    coordinator.gang_ready(0, communicator.environment, gang.communicator.limits)
+                    known = coordinator.gang_ready(0, communicator.environment, gang.communicator.limits)
+                    if known is not None:
+                        on_known(known)
             command = gang.gather(Command(kind="wait") if coordinator is None else coordinator.next(0))[0]
             result = runner.run(command) if command.kind == "trial" else None
             if coordinator is not None and result is not None:
                 coordinator.learn(0, result)
-                tell(command, result)
+                on_result(command, result)
             if result is None or result.status in LOST:
                 gang.synchronize()
-                gang.barrier()  # no rank gives memory back that a peer's launch may still use
+                gang.barrier()  # no rank may free memory that a peer's launch still uses
                 runner.close()
                 runner = None
             if result is None:

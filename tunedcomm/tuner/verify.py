@@ -1,36 +1,29 @@
-"""Times the stored winners again beside the library, and names those that have drifted."""
+"""Times the stored winners again beside the library, and names the winners that have drifted."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
+from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
+from tunedcomm.db.snapshot import row_of
 from tunedcomm.db.store import Database
-from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import Scored, noise
-from tunedcomm.selection.select import Registered, choose
+from tunedcomm.selection.select import Registered
+from tunedcomm.selection.select import winners as winners_under
 from tunedcomm.selection.snapshot import Row, Snapshot
-from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops
-from tunedcomm.tuner.gang.protocol import LOST
+from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op
+from tunedcomm.tuner.gang.protocol import LOST, Settings
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.knowledge import Knowledge
-from tunedcomm.tuner.search.study import families
-from tunedcomm.tuner.search.sweep import (
-    MachineSpec,
-    Progress,
-    Running,
-    hash_if_known,
-    load_variants,
-    resolve_machine,
-)
-
-# The default comes first: it is what most callers get.
-_POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
+from tunedcomm.tuner.search.progress import Progress
+from tunedcomm.tuner.search.spec import load_variants
+from tunedcomm.tuner.search.sweep import SweepRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,48 +81,37 @@ def stored_winners(
     They are measured at this very problem, on this hardware and with the kernels as they are. A problem is left out if
     nothing that was measured at it may be used any more, e.g. since its kernels have changed.
     """
-    measured, registered, known = replace(snapshot, pins=()), Registered(limits, source_hash), ops()
-    problems = sorted({row.problem for row in snapshot.rows if row.problem.op in known and wanted(row.problem)})
-    winners = {problem: _winners_at(problem, measured, registered) for problem in problems}
-    return {problem: found for problem, found in winners.items() if found}
-
-
-def _winners_at(problem: Problem, snapshot: Snapshot, registered: Registered) -> tuple[Winner, ...]:
     rows = {
-        row.candidate: row
-        for row in snapshot.family_rows(problem)
-        if row.problem == problem
-        and row.environment.hard_key == snapshot.environment.hard_key
-        and (row.is_library or registered.source_hash(problem.op, row.candidate.variant) == row.source_hash)
+        (row.problem, row.candidate): row
+        for row in snapshot.rows
+        if wanted(row.problem)
+        and not row.borrowed
+        and (row.is_library or source_hash(row.problem.op, row.candidate.variant) == row.source_hash)
     }
-    found: dict[Candidate, Winner] = {}
-    for policy in _POLICIES:
-        try:
-            decision = choose(snapshot, problem, registered, policy=policy)
-        except InfeasibleError:  # nothing that the policy admits is known
-            continue
-        row = rows.get(decision.candidate)
-        if decision.source != "exact" or row is None or decision.latency_us is None:
-            continue
-        if (known := found.get(row.candidate)) is not None:
-            found[row.candidate] = replace(known, policies=(*known.policies, policy))
-            continue
-        found[row.candidate] = Winner(
-            row=row,
-            policies=(policy,),
-            latency_us=decision.latency_us,
-            library_us=decision.library_us,
-            runner_up=decision.runner_up,
-        )
-    return tuple(found.values())
+    problems = sorted({problem for problem, _ in rows})
+    found: dict[Problem, dict[Candidate, Winner]] = {problem: {} for problem in problems}
+    for policy in get_args(NumericsPolicy):  # the default, which most callers get, comes first
+        for problem, decision in winners_under(snapshot, Registered(limits, source_hash), problems, policy).items():
+            row = rows.get((problem, decision.candidate))
+            if decision.source != "exact" or row is None or decision.latency_us is None:
+                continue
+            first = found[problem].get(row.candidate) or Winner(
+                row=row,
+                policies=(),
+                latency_us=decision.latency_us,
+                library_us=decision.library_us,
+                runner_up=decision.runner_up,
+            )
+            found[problem][row.candidate] = replace(first, policies=(*first.policies, policy))
+    return {problem: tuple(by_candidate.values()) for problem, by_candidate in found.items() if by_candidate}
 
 
 def candidates_to_measure(stored: Mapping[Problem, Sequence[Winner]]) -> dict[Problem, tuple[Candidate, ...]]:
     """The candidates of each problem to measure besides the library, in the order of the problems.
 
-    That is its winners, its first runner-up, and the winners of the next problem of its family on either side: between
-    two sizes dispatch compares what was measured at both, and of measurements under other software or in farther layers
-    it takes none where there are better ones.
+    These are its winners, its first runner-up, and the winners of the next problem of its family on either side.
+    Between two sizes dispatch compares candidates that were measured at both, and it ignores measurements under other
+    software or in farther layers where better ones exist.
     """
     by_family: dict[tuple[Problem, tuple[int, ...]], list[Problem]] = {}
     for problem in sorted(stored, key=lambda p: (get_op(p.op).message_bytes(p), p)):
@@ -138,10 +120,10 @@ def candidates_to_measure(stored: Mapping[Problem, Sequence[Winner]]) -> dict[Pr
     for members in by_family.values():
         for place, problem in enumerate(members):
             near = [*members[max(place - 1, 0) : place], *members[place + 1 : place + 2]]
-            mine = [winner.candidate for winner in stored[problem]]
-            mine += filter(None, [stored[problem][0].runner_up])
-            mine += [winner.candidate for other in near for winner in stored[other]]
-            found[problem] = tuple(dict.fromkeys(c for c in mine if c.variant != "library"))
+            chosen = [winner.candidate for winner in stored[problem]]
+            chosen += filter(None, [stored[problem][0].runner_up])
+            chosen += [winner.candidate for other in near for winner in stored[other]]
+            found[problem] = tuple(dict.fromkeys(c for c in chosen if c.variant != "library"))
     return found
 
 
@@ -150,17 +132,17 @@ Verdict: TypeAlias = Literal["ok", "tied", "drifted", "slower", "failed", "unmea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """A stored winner and what it did now.
+    """A stored winner and its new measurement.
 
     Attributes:
-        winner: as it was stored.
-        verdict: `ok`; `tied`: as fast as the library within the noise, which will serve instead; `drifted`: it takes
-            longer than it did, by itself and against the library, beyond the tolerance; `slower`: slower than the
-            library, beyond the noise; `failed`: it does not run or is not right; `unmeasured`: it was not tried.
-        why: one sentence.
-        latency_us, library_us: of it and of the library in one interleaved run; None where there is none.
-        noise: relative uncertainty of `latency_us`; None where there is none.
-        faster: another candidate that is faster now, by itself and against the library, beyond the noise; its score is
+        winner: the stored winner.
+        verdict: `ok`; `tied`: as fast as the library within the noise, so the library will serve; `drifted`: slower
+            than before, by itself and against the library, beyond the tolerance; `slower`: slower than the library,
+            beyond the noise; `failed`: does not run or is wrong; `unmeasured`: not tried.
+        why: the reason, as one sentence.
+        latency_us, library_us: times of the winner and the library in one interleaved run; None if not measured.
+        noise: relative uncertainty of `latency_us`; None if not measured.
+        faster: another candidate that is now faster, by itself and against the library, beyond the noise; its score is
             comparable with `latency_us`.
     """
 
@@ -179,32 +161,32 @@ class Verified:
 
     @property
     def ratio(self) -> float | None:
-        """Its latency over the library's, as measured now."""
+        """The winner's new latency over the library's."""
         return self.latency_us / self.library_us if self.latency_us and self.library_us else None
 
 
 def judge(winner: Winner, records: Sequence[Trial], *, tolerance: float) -> Verified:
     """Compare a winner with all trials of the verification, given in order.
 
-    `tolerance` is how much slower it may have become besides the noise, as a share.
+    `tolerance` is the share by which the winner may have become slower, besides the noise.
     """
     latest = {record.candidate: record for record in records if record.problem == winner.problem}
-    mine = latest.get(winner.candidate)
-    if mine is None:
+    trial = latest.get(winner.candidate)
+    if trial is None:
         return Verified(winner=winner, verdict="unmeasured", why=_why_unmeasured(winner, records))
-    if mine.status != "ok" or mine.latency_p50_us is None:
-        return Verified(winner=winner, verdict="failed", why=f"{mine.status}: {mine.reason}")
-    library_us = mine.library_us
+    if trial.status != "ok" or trial.latency_p50_us is None:
+        return Verified(winner=winner, verdict="failed", why=f"{trial.status}: {trial.reason}")
+    library_us = trial.library_us
     if library_us is None:
         why = "the library, which it is compared with, could not be measured beside it"
-        return Verified(winner=winner, verdict="unmeasured", why=why, latency_us=mine.latency_p50_us)
-    now = row_of(mine)
+        return Verified(winner=winner, verdict="unmeasured", why=why, latency_us=trial.latency_p50_us)
+    now = row_of(trial)
     verdict, why = _compare(winner, now, library_us, tolerance)
     return Verified(
         winner=winner,
         verdict=verdict,
         why=why,
-        latency_us=mine.latency_p50_us,
+        latency_us=trial.latency_p50_us,
         library_us=library_us,
         noise=noise(now),
         faster=_faster(winner, latest.values(), now, library_us),
@@ -246,7 +228,7 @@ def _why_unmeasured(winner: Winner, records: Sequence[Trial]) -> str:
     return "not tried: the command was stopped, or there was no memory for the problem, as the log says then"
 
 
-def _faster(winner: Winner, records: Iterable[Trial], mine: Row, library_us: float) -> Scored | None:
+def _faster(winner: Winner, records: Iterable[Trial], now: Row, library_us: float) -> Scored | None:
     """The fastest other challenger that every policy of the winner admits, if it beats the winner beyond the noise.
 
     Each was timed beside the library, but not beside the winner: it must be faster as it was timed, and by its ratio to
@@ -259,62 +241,33 @@ def _faster(winner: Winner, records: Iterable[Trial], mine: Row, library_us: flo
         if may_run and is_other and record.status == "ok" and record.latency_p50_us and record.baseline_p50_us:
             row = row_of(record)
             score = row.latency_p50_us / record.baseline_p50_us * library_us
-            if max(score, row.latency_p50_us) * (1 + max(uncertainty(row), uncertainty(mine))) < mine.latency_p50_us:
+            if max(score, row.latency_p50_us) * (1 + max(uncertainty(row), uncertainty(now))) < now.latency_p50_us:
                 found.append(Scored(row, score, noise(row)))
     return min(found, key=lambda scored: scored.score, default=None)
 
 
-def row_of(record: Trial) -> Row:
-    """The row that a snapshot holds of an ok trial."""
-    assert record.latency_p50_us is not None
-    names = "problem candidate source_hash environment latency_p50_us latency_p10_us latency_p90_us samples".split()
-    names += ["baseline_p50_us", "final"]
-    return Row(**{name: getattr(record, name) for name in names}, created_at=record.created_at.isoformat())
-
-
-class Recheck(Coordinator):
-    """A coordinator of finals alone, which are known once the first gang has said where it runs, see `measure`.
-
-    No stored trial counts: every candidate is checked in full and timed again, beside the library. What crashes or
-    hangs costs a gang, as in a sweep, and is tried at other sizes of its family only where it must be.
-    """
-
-    def measure(
-        self, candidates: Mapping[Problem, Sequence[Candidate]], exempt: Collection[tuple[Problem, Candidate]]
-    ) -> None:
-        """Set the candidates of each problem besides the library, before the first command is asked for.
-
-        `exempt` are tried even if they took a gang along at another size.
-        """
-        self._families, self._knowledge.exempt = families(candidates), frozenset(exempt)
-        self.searched = dict.fromkeys(candidates)
-        for problem, wanted in candidates.items():
-            self._measure(problem, wanted)
-
-    def planned(self, problem: Problem) -> int:
-        """Trials of a problem still to come at most."""
-        return self._num_left(problem, final=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifySpec(MachineSpec):
-    """The winners to time again, and where.
+class VerifySpec:
+    """The winners to time again, and the settings of the gangs that time them.
 
     Attributes:
+        settings: of the gangs; `machine_settings` has the usual ones.
         ops, dtypes, modes: only problems of these; any where empty.
-        limit: at most so many problems, those first whose winner is most in doubt: measured under other software, then
-            longest ago.
-        tolerance: how much slower a winner may have become, by itself and against the library, besides the noise, 0.1
-            for 10 %.
-        layers: databases that the winners are read from; None reads those that dispatch reads.
+        limit: time at most this many problems: those with winners measured under other software first, then the oldest.
+        tolerance: the share by which a winner may have become slower, by itself and against the library, besides the
+            noise: 0.1 for 10 %.
+        layers: databases that the winners are read from; None reads the databases of dispatch.
+        command: command line to store with the run.
     """
 
+    settings: Settings
     ops: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     modes: tuple[Mode, ...] = ()
     limit: int | None = None
     tolerance: float = 0.1
     layers: Sequence[Layer] | None = None
+    command: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 10:
@@ -323,9 +276,9 @@ class VerifySpec(MachineSpec):
             raise ValueError(f"limit must be at least 1, got {self.limit}")
 
     def wants(self, problem: Problem) -> bool:
-        """True if the problem is among those that are meant."""
-        asked = ((self.ops, problem.op), (self.dtypes, problem.dtype), (self.modes, problem.mode))
-        return all(not allowed or value in allowed for allowed, value in asked)
+        """True if the spec selects the problem."""
+        filters = ((self.ops, problem.op), (self.dtypes, problem.dtype), (self.modes, problem.mode))
+        return all(not allowed or value in allowed for allowed, value in filters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,45 +326,50 @@ def verify(
         TuningError: the machine cannot run a gang, or gangs keep dying without a result.
         DatabaseError: a layer that was named cannot be read, or `database` cannot be written.
     """
-    load_variants(spec.plugins)
-    settings = resolve_machine(spec)
+    settings = spec.settings
+    load_variants(settings.plugins)
     winners: dict[Problem, tuple[Winner, ...]] = {}
+    coordinator = Coordinator((), settings, source_hash=kernels.source_hash_of)
+    with SweepRun(settings, coordinator, database, progress) as run:
 
-    def begin(known: Knowledge) -> None:
-        """The first gang that is ready says on which machine: its winners are the work."""
-        strict = spec.layers is not None
-        snapshot = load_snapshot(known.environment, settings.world_size, layers=spec.layers, strict=strict)
-        found = stored_winners(snapshot, known.limits, hash_if_known, spec.wants)
+        def begin(known: Knowledge) -> None:
+            """Take the winners of the machine that the first gang reports."""
+            winners.update(_most_in_doubt(spec, known))
+            if database is not None and winners:
+                coordinator.run_id = database.start_run(
+                    command=spec.command,
+                    seed=settings.seed,
+                    budget=f"winners of {len(winners)} problems",
+                    host=socket.gethostname(),
+                )
+            chosen = candidates_to_measure(winners)
+            run.compile_ahead(known, chosen, chosen)
+            exempt = {(problem, winner.candidate) for problem, found in winners.items() for winner in found}
+            coordinator.measure_only(chosen, exempt)
 
-        def most_in_doubt(problem: Problem) -> tuple[tuple[bool, str], Problem]:
-            """Other software first, then the oldest."""
-            return min((not winner.row.drift, winner.row.created_at) for winner in found[problem]), problem
-
-        for problem in sorted(sorted(found, key=most_in_doubt)[: spec.limit]):
-            winners[problem] = found[problem]
-        if database is not None and winners:
-            recheck.run_id = database.start_run(
-                command=spec.command,
-                seed=spec.seed,
-                budget=f"winners of {len(winners)} problems",
-                host=socket.gethostname(),
-            )
-        chosen = candidates_to_measure(winners)
-        running.compile_ahead(known, chosen, chosen)
-        recheck.measure(chosen, {(problem, w.candidate) for problem, ws in winners.items() for w in ws})
-
-    recheck = Recheck((), settings, source_hash=hash_if_known, on_known=begin)
-    running = Running(settings, recheck, database, progress)
-    with running:
-        running.run()
-        known, done = recheck.knowledge, running.progress()
+        run.run(begin)
+        known, done = coordinator.knowledge, run.progress()
         trials = [trial for problem in winners for trial in known.trials(problem)] if known is not None else []
         return VerifyOutcome(
             environment=None if known is None else known.environment,
             world_size=settings.world_size,
             results=tuple(judge(winner, trials, tolerance=spec.tolerance) for ws in winners.values() for winner in ws),
-            run_id=recheck.run_id,
+            run_id=coordinator.run_id,
             num_trials=done.trials,
             num_gangs=done.num_gangs,
             seconds=done.elapsed_s,
         )
+
+
+def _most_in_doubt(spec: VerifySpec, known: Knowledge) -> dict[Problem, tuple[Winner, ...]]:
+    """The stored winners of this machine, at as many problems as the spec allows, sorted by problem."""
+    snapshot = load_snapshot(
+        known.environment, spec.settings.world_size, layers=spec.layers, strict=spec.layers is not None
+    )
+    found = stored_winners(snapshot, known.limits, kernels.source_hash_of, spec.wants)
+
+    def doubt(problem: Problem) -> tuple[tuple[bool, str], Problem]:
+        """Sort key: winners measured under other software first, then the oldest."""
+        return min((not winner.row.drift, winner.row.created_at) for winner in found[problem]), problem
+
+    return {problem: found[problem] for problem in sorted(sorted(found, key=doubt)[: spec.limit])}

@@ -77,8 +77,8 @@ class FusionRecord:
     why: str
 
     def __str__(self) -> str:
-        asked = self.problem or self.op
-        where = f"{self.collective} -> {asked}" if asked else self.collective
+        target = self.problem or self.op
+        where = f"{self.collective} -> {target}" if target else self.collective
         return f"{where}: {'fused' if self.fused else 'left'} ({self.why})"
 
 
@@ -144,8 +144,8 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
             known.append((repr(communicator.limits), sorted(settings.forced.items())))
             shards = self._shards(group)
             known.append(shards and (sorted(shards.even), sorted(shards.uneven)))
-        asked = (self._asked, self._mode, sorted(forced_here().items()), known)
-        return hashlib.sha256(f"{_source()} {asked!r}".encode()).hexdigest()
+        key = (self._asked, self._mode, sorted(forced_here().items()), known)
+        return hashlib.sha256(f"{_source()} {key!r}".encode()).hexdigest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         """The pass itself: Inductor copies its settings, and a process group cannot be copied."""
@@ -240,7 +240,7 @@ def fusion_pass(
             as `torch.compile` is asked for by `mode="reduce-overhead"`; pass `graph` if you capture it yourself.
         even_shards: promise that every product has the same sizes on all ranks. It is not checked: where it does not
             hold, ranks wait for each other in different kernels. Without it products are fused whose shards
-            are those of parameters that are DTensors split evenly over the group.
+            belong to parameters that are DTensors split evenly over the group.
 
     Raises:
         NotInitializedError: no default process group.

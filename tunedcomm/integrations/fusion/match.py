@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from tunedcomm.fp8 import E4M3_MAX, GROUP
+
 Node: TypeAlias = fx.Node
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _RESHAPES = (
@@ -29,8 +31,6 @@ _RESHAPES = (
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
 _MAX_HOISTED = 8
-_E4M3_MAX = 448.0
-_GROUP = 128  # columns that share a scale
 _NEAR = 1e-6
 _LEAST = 1e-3  # no quantisation but of zeros depends on a bound below this
 
@@ -185,7 +185,7 @@ def reshaped(graph: fx.Graph, node: Node, shape: Sequence[Any]) -> Node:
 
 
 def erase_unused(graph: fx.Graph, nodes: Sequence[Node]) -> None:
-    """Erase those of the nodes, given in the graph's order, that have no users any more."""
+    """Erase nodes, given in the graph's order, that have no users any more."""
     for node in reversed(nodes):
         if not node.users:
             graph.erase_node(node)
@@ -392,7 +392,7 @@ def _divided(out: Node) -> tuple[Node, Node] | None:
     while is_call(node, _aten.clamp_min.default, _aten.clamp_max.default, _aten.clamp.default):
         bounds |= set(node.args[1:])  # type: ignore[union-attr]
         node = node.args[0]  # type: ignore[union-attr]
-    if bounds != {-_E4M3_MAX, _E4M3_MAX}:
+    if bounds != {-E4M3_MAX, E4M3_MAX}:
         return None
     if is_call(node, _aten.div.Tensor):
         dividend, divisor = node.args  # type: ignore[union-attr]
@@ -411,23 +411,33 @@ def _unflattened(node: Any) -> Any:
     return node
 
 
+def _divides_by_most(node: Node) -> bool:
+    """True for a division by 448, and for a multiplication by its reciprocal."""
+    value = node.args[1] if len(node.args) > 1 else None
+    if is_call(node, _aten.mul.Tensor):
+        return isinstance(value, float) and abs(value * E4M3_MAX - 1) < _NEAR
+    return is_call(node, _aten.div.Tensor) and bool(value == E4M3_MAX)
+
+
+def _is_floor(node: Node) -> bool:
+    """True for a lower bound that is too small to matter."""
+    value = node.args[1] if len(node.args) > 1 else None
+    return is_call(node, _aten.clamp_min.default) and isinstance(value, float) and value <= _LEAST
+
+
 def _made_of(scale: Any, y: Node) -> tuple[str, bool] | None:
     """Kind of scales, and True for powers of two, if they are the largest |y| over 448; None for other nodes."""
     pow2 = divided = False
     node = scale
     while isinstance(node, fx.Node):
-        number = node.args[1] if len(node.args) > 1 else None
-        is_least = is_call(node, _aten.clamp_min.default) and isinstance(number, float) and number <= _LEAST
-        by_most = is_call(node, _aten.div.Tensor) and number == _E4M3_MAX
-        if is_call(node, _aten.mul.Tensor) and isinstance(number, float):
-            by_most = abs(number * _E4M3_MAX - 1) < _NEAR
+        by_most = _divides_by_most(node)
         if is_call(node, _aten.exp2.default) and is_call(node.args[0], _aten.ceil.default):
             pow2, node = True, node.args[0].args[0]  # type: ignore[union-attr]
             if not is_call(node, _aten.log2.default):
                 return None
-        elif not (_is_cast(node) or is_call(node, *_RESHAPES) or is_least or by_most):
+        elif not (_is_cast(node) or is_call(node, *_RESHAPES) or _is_floor(node) or by_most):
             break
-        divided = divided or bool(by_most)
+        divided = divided or by_most
         node = node.args[0]
     if is_call(node, operator.getitem) and node.args[1] == 0 and is_call(node.args[0], _aten.max.dim):
         node = node.args[0]
@@ -443,7 +453,7 @@ def _made_of(scale: Any, y: Node) -> tuple[str, bool] | None:
         return None
     if width == val(y).shape[-1] and not pow2:
         return "token", False
-    return ("group128", pow2) if width == _GROUP else None
+    return ("group128", pow2) if width == GROUP else None
 
 
 def _escapes(y: Node, out: Node, made: Sequence[Node]) -> bool:

@@ -1,4 +1,4 @@
-"""Decides whether a fused op pays: its latency in the database against that of its parts by the library.
+"""Decides whether a fused op pays: its latency in the database against its parts' by the library.
 
 A fused op's `library` variant *is* the parts: the library's GEMM and its collective, or the collective and the norm,
 measured beside the kernels. So a fused kernel pays where the dispatcher chooses one for the problem.
@@ -71,14 +71,14 @@ class Shards:
             names = [mesh.get_group(dim).group_name for dim in range(mesh.ndim)] if is_member else []
             if group not in names:
                 continue
-            own = names.index(group)
+            own_dim = names.index(group)
             for dim, size in enumerate(spec.shape):
                 splits = [i for i, placement in enumerate(spec.placements) if _dim_of(placement) == dim]
-                ways = [mesh.size(i) for i in (splits if own in splits else [*splits, own])]
+                ways = [mesh.size(i) for i in (splits if own_dim in splits else [*splits, own_dim])]
                 sizes = _parts(size, ways)
                 if size % math.prod(ways):
                     uneven |= sizes
-                elif own in splits:
+                elif own_dim in splits:
                     even |= sizes
         return cls(frozenset(even), frozenset(uneven))
 
@@ -117,7 +117,7 @@ class Payoff(NamedTuple):
     Attributes:
         why: one sentence.
         problem: in words; "" where its sizes are symbolic.
-        saved_us: predicted time of the parts less that of the fused op; 0 where it is not known.
+        saved_us: predicted time of the parts less the fused op's; 0 where it is not known.
     """
 
     why: str
@@ -146,59 +146,59 @@ class Policy:
         communicator = self.communicator
         return communicator.world_size, communicator.group.group_name, self.numerics, self.max_sms
 
-    def judge(self, operator: str, inputs: Sequence[Any], option: Any, own: Mapping[str, Any] = _NONE) -> Payoff:
+    def judge(self, operator: str, inputs: Sequence[Any], option: Any, rank_sizes: Mapping[str, Any] = _NONE) -> Payoff:
         """Judge whether the operator replaces its parts; the same on every rank.
 
         Args:
             operator: its name.
-            inputs: its tensors as nodes or fake tensors, None for those that are not there.
+            inputs: its tensors as nodes or fake tensors, None for absent tensors.
             option: as its path takes it.
-            own: sizes that ranks may differ in, by what they are of.
+            rank_sizes: sizes that may differ from rank to rank, each by the name of its extent.
         """
-        form, communicator = paths[operator].form, self.communicator
+        adapter, communicator = paths[operator].adapter, self.communicator
         fakes = tuple(each.meta["val"] if isinstance(each, fx.Node) else each for each in inputs)
-        there = [fake for fake in fakes if fake is not None]
-        for fake in there:
+        present = [fake for fake in fakes if fake is not None]
+        for fake in present:
             if fake.device.type != communicator.device.type:
                 raise LeftError(
                     f"tensors on {fake.device.type}; this group's kernels work on {communicator.device.type}"
                 )
         try:
-            form.check(fakes, option, communicator.world_size)
+            adapter.check(fakes, option, communicator.world_size)
         except UnsupportedInputError as refusal:
             raise LeftError(str(refusal)) from None
         payoff = Payoff(f"when={self.when!r}", "")
-        if all(static(*fake.shape, *fake.stride()) for fake in there):
-            problem = form.problem(fakes, option, communicator.world_size)
+        if all(static(*fake.shape, *fake.stride()) for fake in present):
+            problem = adapter.problem(fakes, option, communicator.world_size)
             payoff = self._payoff(replace(problem, mode=self.mode))
         elif self.when != "always":
             raise LeftError("its sizes are symbolic: whether it pays depends on them")
         if self.shards is not None:
-            for what, size in own.items():
+            for what, size in rank_sizes.items():
                 self.shards.check(what, size, payoff.problem)
         return payoff
 
     def _payoff(self, problem: Problem) -> Payoff:
-        asked = str(problem)
+        name = str(problem)
         if self.when == "never":
-            raise LeftError("when='never'", asked)
+            raise LeftError("when='never'", name)
         if self.when == "always":
-            return Payoff("when='always'", asked)
+            return Payoff("when='always'", name)
         try:
             decision = explain(self.communicator, problem, policy=self.numerics, max_sms=self.max_sms)
         except InfeasibleError as error:
-            raise LeftError(str(error), asked) from None
+            raise LeftError(str(error), name) from None
         if decision.candidate.variant == "library":
-            raise LeftError(f"it does not pay: {decision.why}", asked)
+            raise LeftError(f"it does not pay: {decision.why}", name)
         known = decision.latency_us is not None and decision.library_us is not None
         saved = decision.library_us - decision.latency_us if known else 0.0  # type: ignore[operator]
-        return Payoff(decision.why, asked, saved)
+        return Payoff(decision.why, name, saved)
 
     def with_bias(self, payoff: Payoff, bias: Node, reduction: str) -> Payoff:
         """The payoff where a bias that may differ between ranks is summed by a call of its own."""
         if self.when != "pays":
             return payoff
-        summed = paths["all_reduce"].form.problem((bias.meta["val"],), (reduction,), self.communicator.world_size)
+        summed = paths["all_reduce"].adapter.problem((bias.meta["val"],), (reduction,), self.communicator.world_size)
         decision = explain(
             self.communicator, replace(summed, mode=self.mode), policy=self.numerics, max_sms=self.max_sms
         )

@@ -66,8 +66,8 @@ class Gather:
         several = len(self.products) > 1
         b = max((b for _, b, _ in self.products), key=lambda b: val(b).shape[1])
         operator = "ag_gemm_gathered" if several or self.kept else "ag_gemm"
-        own = {f"the columns of {b.name}": val(b).shape[1] for _, b, _ in self.products}
-        return policy.judge(operator, (self.collective.args[0], b, None, None), (None,), own)
+        rank_sizes = {f"the columns of {b.name}": val(b).shape[1] for _, b, _ in self.products}
+        return policy.judge(operator, (self.collective.args[0], b, None, None), (None,), rank_sizes)
 
     def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
         """Put the fused op where the gather was waited for."""
@@ -124,7 +124,7 @@ def gathered_by(collective: Node) -> Gather:
     if not products:
         users = {user for node in flat for user in node.users} - seen
         if not reason and any(is_call(user, *_REORDERING) for user in users):
-            reason = "its rows are put in another order before any product, as those of several sequences are"
+            reason = "its rows are put in another order before any product, as rows of several sequences are"
         raise LeftError(reason or "no product of the gathered rows follows")
     products.sort()
     if len({val(b).dtype for _, b, _ in products}) > 1:
@@ -153,11 +153,11 @@ class Reduce:
 
     def judge(self, policy: Policy) -> Payoff:
         a, b, bias = product_operands(self.product)
-        own = {f"the rows of {b.name}": val(b).shape[0]}
+        rank_sizes = {f"the rows of {b.name}": val(b).shape[0]}
         if self.scatters:
-            payoff = policy.judge("gemm_rs", (a, b, None, None), (None, self.reduction), own)
+            payoff = policy.judge("gemm_rs", (a, b, None, None), (None, self.reduction), rank_sizes)
         else:
-            payoff = policy.judge("gemm_ar", (a, b, bias, None, None), (None,), own)
+            payoff = policy.judge("gemm_ar", (a, b, bias, None, None), (None,), rank_sizes)
         return payoff if bias is None else policy.with_bias(payoff, bias, self.reduction)
 
     def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
@@ -186,7 +186,7 @@ def reduced_by(collective: Node) -> Reduce:
     given: Any = collective.args[0]
     product, between = flat_source(given)
     if is_call(product, _aten.cat.default):
-        raise LeftError("its rows are put in another order behind any product, as those of several sequences are")
+        raise LeftError("its rows are put in another order behind any product, as rows of several sequences are")
     _, _, bias = product_operands(product)
     if bias is not None and val(bias).dim() != 1:
         raise LeftError(f"what {product.name} adds is no row")

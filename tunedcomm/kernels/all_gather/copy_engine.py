@@ -26,7 +26,7 @@ import triton.language as tl
 from tunedcomm.kernels.all_gather.op import AllGatherVariant
 from tunedcomm.kernels.common.copies import FREE_EVENT, NUM_STREAMS, ChunkSender, copies_of
 from tunedcomm.kernels.common.feasibility import (
-    MOST_CHUNKS,
+    MAX_NUM_CHUNKS,
     RING,
     Launch,
     cut_to_fit,
@@ -34,23 +34,22 @@ from tunedcomm.kernels.common.feasibility import (
     refuse_staging,
     refuse_streams,
 )
-from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, exchange_flags, read_counter, write_counter
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.variant import Workspace, lane_arguments
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
-_LEAST_CHUNK = 128 * 1024  # on GPUs: smaller copies cost more to launch than to send
+_MIN_CHUNK = 128 * 1024  # on GPUs: smaller copies cost more to launch than to send
 _TAKEN = FREE_EVENT  # and the next: of copies to the output, in turn
 
 
 @triton.jit
-def flags_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
-    """One block: tell all peers that this rank has come here, and wait until they have."""
+def flags_kernel(local, peers, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+    """One block: exchange flags with all peers."""
     epoch = read_counter(local, EPOCH_OFFSET)
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
     write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
@@ -62,10 +61,10 @@ class CopyEngine(AllGatherVariant, registered=True):
         {
             "direction": Choice("push", "pull"),
             "num_streams": Choice(1, 2, 3, 7),
-            "num_chunks": PowerOfTwo(1, MOST_CHUNKS),
+            "num_chunks": PowerOfTwo(1, MAX_NUM_CHUNKS),
         }
     )
-    least_for_streams = _LEAST_CHUNK  # bytes that last until a second stream has begun
+    least_for_streams = _MIN_CHUNK  # bytes that last until a second stream has begun
     first_streams = 1  # to try first
     per_peer = False  # each peer gets a chunk of its own
 
@@ -91,24 +90,24 @@ class CopyEngine(AllGatherVariant, registered=True):
             if self.per_peer:
                 return "only symmetric inputs are pulled"
             return refuse_message(problem.nbytes, limits.staging_bytes)
-        least = _LEAST_CHUNK if on_gpu else PACKET_BYTES
+        least = _MIN_CHUNK if on_gpu else PACKET_BYTES
         if chunks > 1 and problem.nbytes < least * chunks:
             return f"{problem.nbytes} bytes are too few for {chunks} chunks of {least} bytes or more"
         chunk, num_chunks = self.cut(problem, config, limits.staging_bytes)
         slots = problem.world_size - 1
         return refuse_staging(problem, limits, chunk_bytes=chunk, num_chunks=num_chunks, slots=slots)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         if problem.input_kind == "symmetric":
             return {"direction": "pull", "num_streams": self.first_streams, "num_chunks": 1}
-        chunks = 1 if problem.nbytes < 4 << 20 else 8 if problem.nbytes < 64 << 20 else MOST_CHUNKS
+        chunks = 1 if problem.nbytes < 4 << 20 else 8 if problem.nbytes < 64 << 20 else MAX_NUM_CHUNKS
         return {"direction": "push", "num_streams": self.first_streams, "num_chunks": chunks}
 
     def request(self, problem: Problem, config: Config) -> CompileRequest:
         return CompileRequest.of(flags_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        """Pulls use the scatter area, pushes the gather area, where this rank is len(peers) − step after a peer."""
+        """Pulls use the scatter area, pushes the gather area: slot i of a rank's area belongs to rank + 1 + i."""
         lane, layout, pulls = workspace.lanes[problem.mode], workspace.layout, config["direction"] == "pull"
         kernel = bind_kernel(self.request(problem, config), 1, workspace.device)
         area = layout.scatter if pulls else layout.gather
@@ -122,7 +121,7 @@ class CopyEngine(AllGatherVariant, registered=True):
             rank=rank,
             nbytes=nbytes,
             stride=nbytes if self.per_peer else 0,
-            targets=tuple(peer + area + number * slot for number, peer in zip(slots, lane.peers, strict=False)),
+            targets=tuple(peer + area + index * slot for index, peer in zip(slots, lane.peers, strict=False)),
             chunk=chunk,
             num_chunks=num_chunks,
         )
@@ -135,11 +134,11 @@ class CopyEngine(AllGatherVariant, registered=True):
             copies.copy(aside, out + rank * nbytes, x + rank * stride, nbytes)
 
         def take(c: int, out: int) -> None:
-            """Copy chunk `c` of all peers to the output; slot i of the area is that of rank + 1 + i."""
+            """Copy chunk `c` of all peers to the output; slot i of the area belongs to rank + 1 + i."""
             start, size = sender.extent(c)
-            for step in peers:
-                source = own_area + step * slot + sender.place(c)
-                copies.copy(aside, out + sender.rank_at(step) * nbytes + start, source, size)
+            for turn in peers:
+                source = own_area + turn * slot + sender.place(c)
+                copies.copy(aside, out + sender.rank_at(turn) * nbytes + start, source, size)
             copies.record(_TAKEN + c % 2, aside)
 
         def push(stream: int, x: int, out: int) -> None:
@@ -167,9 +166,9 @@ class CopyEngine(AllGatherVariant, registered=True):
                 copies.copy(stream, own_area, x, nbytes)
             flags(stream)
             sender.fork(stream, sender.sides)
-            for step, source in zip(peers, sources or sender.targets, strict=False):
-                target = out + sender.rank_at(step) * nbytes
-                copies.copy(sender.sides[step % len(sender.sides)], target, source + rank * stride, nbytes)
+            for turn, source in zip(peers, sources or sender.targets, strict=False):
+                target = out + sender.rank_at(turn) * nbytes
+                copies.copy(sender.sides[turn % len(sender.sides)], target, source + rank * stride, nbytes)
             sender.note_sent(0)
             sender.await_sent(0, stream)
             copies.wait(stream, _TAKEN)
@@ -187,7 +186,7 @@ class CopyEngine(AllGatherVariant, registered=True):
 
 
 class CopyEngineOfAllToAll(CopyEngine, registered=True):
-    """Of all_to_all: only symmetric inputs are pulled, so pulls use no area."""
+    """The variant for all_to_all: only symmetric inputs are pulled, so pulls use no area."""
 
     op = "all_to_all"
     least_for_streams = 0

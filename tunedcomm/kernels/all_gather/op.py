@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.reference import draw_any, register_move
+from tunedcomm.kernels.common.reference import draw_any, rank_hidden_states, register_move
 from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, Workspace, all_gather_single
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 # Packets of all ranks that a thread and a block take at once: with more, registers spill.
-_MOST_PACKETS, _MOST_PACKETS_A_BLOCK = 16, 4096
+_MAX_PACKETS, _MAX_PACKETS_A_BLOCK = 16, 4096
 
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
@@ -37,6 +37,7 @@ ALL_GATHER = register_move(
     make_inputs=_make_inputs,
     received=_received,
     largest_mib=128,
+    model_shapes=rank_hidden_states,
 )
 
 
@@ -46,7 +47,7 @@ class AllGatherVariant(MoveVariant):
     def refuse_items(self, problem: Problem, config: Config) -> str | None:
         """Return why a thread cannot hold the packets of all ranks that `config` gives it at once, or None."""
         packets, threads = int(config["items"]) * problem.world_size, 32 * int(config["num_warps"])
-        if packets > _MOST_PACKETS or packets * threads > _MOST_PACKETS_A_BLOCK:
+        if packets > _MAX_PACKETS or packets * threads > _MAX_PACKETS_A_BLOCK:
             return f"{packets} packets in each of {threads} threads at once spill registers"
         return None
 

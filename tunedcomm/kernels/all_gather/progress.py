@@ -63,55 +63,56 @@ def wait_chunk(flags, source, chunk, timeout_ns, status):
     """
     peer = tl.arange(0, _RANKS)
     none = peer.to(tl.int64) * 0
-    number = call_number(flags)
+    epoch = call_number(flags)
     at = flags + (none + source * CHUNKS + chunk) * 8
     # Of a kernel that was launched with plain numbers, small ones come with 32 bits.
-    wait(at, number + none, peer == 0, (none + source).to(tl.int32), timeout_ns.to(tl.int64), status.to(tl.int64))
+    wait(at, epoch + none, peer == 0, (none + source).to(tl.int32), timeout_ns.to(tl.int64), status.to(tl.int64))
 
 
 @triton.jit
 def progress_kernel(
-    x, out, nbytes, o0, o1, o2, o3, o4, o5, o6, flags, f0, f1, f2, f3, f4, f5, f6, rank, chunk, num_chunks,
+    x, out, nbytes, out_peers, flags, flag_peers, rank, chunk, num_chunks,
     WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the own shard into the own output, then into the peers', and raise a flag after each `chunk` bytes.
 
-    `o0` … are the peers' outputs and `f0` … their flags, from rank + 1 on.
+    `out_peers` are the peers' outputs and `flag_peers` their flags, from rank + 1 on.
     """
-    peers = (o0, o1, o2, o3, o4, o5, o6)
-    number = call_number(flags)
-    lanes, first, step = block_range(BLOCK)
-    mine = rank * nbytes
+    epoch = call_number(flags)
+    offsets, first, stride = block_range(BLOCK)
+    own_shard = rank * nbytes
+    # 1. Store the own shard into the own output, unless it lies there; flag each chunk.
     for c in tl.range(0, num_chunks):
         end = tl.minimum((c + 1) * chunk, nbytes) // 16
-        if x != out + mine:
-            for start in tl.range(c * chunk // 16 + first, end, step):
-                packet = start + lanes
-                here = packet < end
-                w0, w1, w2, w3 = load_packets(x + packet * 16, here)
-                store_packets(out + mine + packet * 16, w0, w1, w2, w3, here)
+        if x != out + own_shard:
+            for start in tl.range(c * chunk // 16 + first, end, stride):
+                packet = start + offsets
+                mask = packet < end
+                w0, w1, w2, w3 = load_packets(x + packet * 16, mask)
+                store_packets(out + own_shard + packet * 16, w0, w1, w2, w3, mask)
         if is_last(flags, c, tl.num_programs(0)):
-            announce_to(flags, rank, c, number)
+            announce_to(flags, rank, c, epoch)
+    # 2. Store the own shard into every peer's output; flag each chunk there.
     for c in tl.range(0, num_chunks):
         end = tl.minimum((c + 1) * chunk, nbytes) // 16
-        for start in tl.range(c * chunk // 16 + first, end, step):
-            packet = start + lanes
-            here = packet < end
-            w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+        for start in tl.range(c * chunk // 16 + first, end, stride):
+            packet = start + offsets
+            mask = packet < end
+            w0, w1, w2, w3 = load_packets(x + packet * 16, mask)
             for i in tl.static_range(WORLD_SIZE - 1):
-                store_packets(peers[i] + mine + packet * 16, w0, w1, w2, w3, here)
+                store_packets(out_peers[i] + own_shard + packet * 16, w0, w1, w2, w3, mask)
         if is_last(flags, _PUSHED + c, tl.num_programs(0)):
-            announce(f0, f1, f2, f3, f4, f5, f6, rank, c, number, WORLD_SIZE)
+            announce(flag_peers, rank, c, epoch, WORLD_SIZE)
 
 
 @triton.jit
 def end_kernel(flags, timeout_ns, status, num_chunks, WORLD_SIZE: tl.constexpr):
-    """One block: every chunk of every rank is there."""
+    """One block: wait for every chunk of every rank."""
     peer = tl.arange(0, _RANKS)
-    number = call_number(flags) + peer.to(tl.int64) * 0
+    epoch = call_number(flags) + peer.to(tl.int64) * 0
     for c in tl.range(0, num_chunks):
         at = flags + (peer.to(tl.int64) * CHUNKS + c) * 8
-        wait(at, number, peer < WORLD_SIZE, peer, timeout_ns, status)
+        wait(at, epoch, peer < WORLD_SIZE, peer, timeout_ns, status)
 
 
 def compile_requests(world_size: int) -> tuple[CompileRequest, CompileRequest, CompileRequest]:
@@ -129,17 +130,17 @@ class Sender:
 
     Args:
         workspace: the group's.
-        areas: an allocation of `AREA_BYTES` a lane on every rank, zero-filled; made by all ranks together.
+        memory: an allocation of `AREA_BYTES` a lane on every rank, zero-filled; made by all ranks together.
     """
 
-    def __init__(self, workspace: Workspace, areas: SymmetricBuffer) -> None:
+    def __init__(self, workspace: Workspace, memory: SymmetricBuffer) -> None:
         self.workspace = workspace
-        self._areas = areas
+        self._memory = memory
         self._launches: dict[tuple[Mode, int], tuple[Callable[..., None], ...]] = {}
 
     def flags(self, mode: Mode) -> int:
         """Address of a lane's area on this rank."""
-        return self._areas.addresses[self._areas.rank] + LANES.index(mode) * AREA_BYTES
+        return self._memory.addresses[self._memory.rank] + LANES.index(mode) * AREA_BYTES
 
     def status(self, mode: Mode) -> int:
         """The kernels' argument `status`."""
@@ -150,18 +151,17 @@ class Sender:
         return (LANES[0], num_blocks) in self._launches
 
     def prepare(self, num_blocks: int) -> None:
-        """Compile and load what gathers on so many blocks need, for all lanes; never while a graph is captured."""
+        """Compile and load the kernels of gathers on `num_blocks` blocks for all lanes; never during a capture."""
         workspace = self.workspace
         requests = zip(compile_requests(workspace.world_size), (1, num_blocks, 1), strict=True)
         begin, send, end = (bind_kernel(request, grid, workspace.device) for request, grid in requests)
-        outputs = (None,) * (MAX_WORLD_SIZE - 1)
         for mode in LANES:
             lane, flags, waits = workspace.lanes[mode], self.flags(mode), (workspace.timeout_ns, self.status(mode))
             offset = LANES.index(mode) * AREA_BYTES
-            others = tuple(a + offset if a else 0 for a in rotate(self._areas.addresses, workspace.rank))
+            others = tuple(a + offset if a else 0 for a in rotate(self._memory.addresses, workspace.rank))
             self._launches[mode, num_blocks] = (
-                begin.fix((lane.local, *lane.peers, workspace.rank, *waits, flags)),
-                send.fix((None, None, None, *outputs, flags, *others, workspace.rank, None, None)),
+                begin.fix((lane.local, lane.peers, workspace.rank, *waits, flags)),
+                send.fix((None, None, None, None, flags, others, workspace.rank, None, None)),
                 end.fix((flags, *waits, None)),
             )
 
@@ -184,7 +184,7 @@ class Sender:
         if aside:
             copies.record(_BEGUN, stream)
             copies.wait(sending, _BEGUN)
-        push(sending, x, out, nbytes, *peers, chunk, num_chunks)
+        push(sending, x, out, nbytes, peers, chunk, num_chunks)
         if aside:
             copies.record(_SENT, sending)
 

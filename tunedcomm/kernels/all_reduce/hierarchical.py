@@ -28,7 +28,7 @@ import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant, library_reduction
 from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads
-from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, block_range, exchange_flags, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
@@ -51,68 +51,68 @@ if TYPE_CHECKING:
 
 @triton.jit
 def scatter_slices_kernel(
-    x, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, gather,
+    x, numel, local, peers, rank, timeout_ns, status, scatter, gather,
     RANKS: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push the node's slices to their owners, sum the own one into slot `rank` of the own gather area."""
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     share = (num_packets(numel, WIDTH) + RANKS - 1) // RANKS
-    lanes, first, step = block_range(BLOCK)
-    for start in tl.range(first, share, step):
-        at = start + lanes
-        here = at < share
+    offsets, first, stride = block_range(BLOCK)
+    # 1. Push slice j to rank j of the node.
+    for start in tl.range(first, share, stride):
+        at = start + offsets
+        mask = at < share
         words = ()
         for i in tl.static_range(RANKS - 1):  # all loads before the first store
             owner = (rank + 1 + i) % RANKS
-            words = words + read_elements(x, owner * share + at, numel, here, WIDTH, TAIL)
+            words = words + read_elements(x, owner * share + at, numel, mask, WIDTH, TAIL)
         for i in tl.static_range(RANKS - 1):
             place = peers[i] + scatter + (rank * share + at) * 16
-            store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
-    # Releases what was pushed, acquires what the peers pushed here.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, RANKS)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, RANKS)
-    for start in tl.range(first, share, step):
-        at = start + lanes
-        here = at < share
-        own = read_elements(x, rank * share + at, numel, here, WIDTH, TAIL)
+            store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], mask)
+    # 2. Exchange flags. Releases what was pushed, acquires what the peers pushed.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, RANKS)
+    # 3. Sum the own slice in rank order.
+    for start in tl.range(first, share, stride):
+        at = start + offsets
+        mask = at < share
+        own = read_elements(x, rank * share + at, numel, mask, WIDTH, TAIL)
         parts = ()
         for i in tl.static_range(RANKS):
-            parts = parts + load_packets(local + scatter + (i * share + at) * 16, here & (rank != i))
+            parts = parts + load_packets(local + scatter + (i * share + at) * 16, mask & (rank != i))
         s0, s1, s2, s3 = sum_packets(insert_own(parts, own, rank, RANKS), DTYPE, AVG, RANKS)
-        store_packets(local + gather + (rank * share + at) * 16, s0, s1, s2, s3, here)
+        store_packets(local + gather + (rank * share + at) * 16, s0, s1, s2, s3, mask)
     write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
 @triton.jit
 def gather_slices_kernel(
-    out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather,
+    out, numel, local, peers, rank, timeout_ns, status, gather,
     RANKS: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push the own slice from the own gather area to the peers', and copy all slices from there to the output."""
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     share = (num_packets(numel, WIDTH) + RANKS - 1) // RANKS
-    lanes, first, step = block_range(BLOCK)
-    for start in tl.range(first, share, step):
-        at = start + lanes
-        here = at < share
+    offsets, first, stride = block_range(BLOCK)
+    # 1. Push the own slice to every peer of the node, copy it to the output.
+    for start in tl.range(first, share, stride):
+        at = start + offsets
+        mask = at < share
         place = gather + (rank * share + at) * 16
-        w0, w1, w2, w3 = load_packets(local + place, here)
+        w0, w1, w2, w3 = load_packets(local + place, mask)
         for i in tl.static_range(RANKS - 1):
-            store_packets(peers[i] + place, w0, w1, w2, w3, here)
-        write_elements(out, rank * share + at, numel, w0, w1, w2, w3, here, WIDTH, TAIL)
-    # Releases what was pushed, acquires what the peers pushed here; says that the scatter area is read no more.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, RANKS)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, RANKS)
-    for start in tl.range(first, share, step):
-        at = start + lanes
-        here = at < share
+            store_packets(peers[i] + place, w0, w1, w2, w3, mask)
+        write_elements(out, rank * share + at, numel, w0, w1, w2, w3, mask, WIDTH, TAIL)
+    # 2. Exchange flags. Releases what was pushed, acquires what the peers pushed; the scatter area is read no more.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, RANKS)
+    # 3. Copy the peers' slices to the output.
+    for start in tl.range(first, share, stride):
+        at = start + offsets
+        mask = at < share
         for i in tl.static_range(RANKS - 1):
             packet = (rank + 1 + i) % RANKS * share + at
-            w0, w1, w2, w3 = load_packets(local + gather + packet * 16, here)
-            write_elements(out, packet, numel, w0, w1, w2, w3, here, WIDTH, TAIL)
+            w0, w1, w2, w3 = load_packets(local + gather + packet * 16, mask)
+            write_elements(out, packet, numel, w0, w1, w2, w3, mask, WIDTH, TAIL)
     write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
@@ -138,7 +138,7 @@ class Hierarchical(AllReduceVariant, registered=True):
         }
     )
 
-    host_wish: Mapping[str, float] = {"num_blocks": 2}
+    host_preferred: Mapping[str, float] = {"num_blocks": 2}
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         ranks = limits.ranks_per_node
@@ -151,9 +151,9 @@ class Hierarchical(AllReduceVariant, registered=True):
             return f"nodes have {limits.ranks_per_node} ranks, not {config['ranks_per_node']}"
         piece = _piece_numel(problem, config, limits.staging_bytes) * ITEMSIZE[problem.dtype]
         share = -(-packets_of(piece) // limits.ranks_per_node)
-        return blocks_and_threads(config, limits, share, most_rounds=256)
+        return blocks_and_threads(config, limits, share, max_rounds=256)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         ranks = max(limits.ranks_per_node, 2)
         share = -(-packets_of(problem.nbytes) // ranks)
         return {"ranks_per_node": ranks, "num_blocks": min(share / 512, 132), "num_warps": 16}
@@ -190,16 +190,16 @@ class Hierarchical(AllReduceVariant, registered=True):
             return area[start : start + nbytes].view(getattr(torch, dtype))
 
         on_host = workspace.device.type == "cpu"
-        pieces = [(start, min(piece, problem.numel - start)) for start in range(0, problem.numel, piece)]
-        steps = [(start * width, numel, own_slice(numel)) for start, numel in pieces]
+        extents = [(start, min(piece, problem.numel - start)) for start in range(0, problem.numel, piece)]
+        pieces = [(start * width, numel, own_slice(numel)) for start, numel in extents]
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             x, out = inputs[0].data_ptr(), outputs[0].data_ptr()
-            for offset, numel, mine in steps:
+            for offset, numel, slice_of_piece in pieces:
                 scatter(stream, x + offset, numel)
                 if on_host:
                     workspace.check_peers()  # the library would wait for ranks that gave up as this one did
-                reduce(mine)
+                reduce(slice_of_piece)
                 gather(stream, out + offset, numel)
 
         return run

@@ -16,23 +16,23 @@ from dataclasses import replace
 from typing import Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.host import KIB, LINE, REDUCED, HostComposed, HostVariant, Stage
+from tunedcomm.kernels.common.host import KIB, LINE, REDUCED, HostComposed, HostStage, HostVariant
 from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import RING_SLOTS
 
-_LEAST_SLICE = 4 * KIB
-_MOST_ONE_SHOT = 256 * KIB  # of the rule of thumb
+_MIN_SLICE = 4 * KIB
+_MAX_ONE_SHOT = 256 * KIB  # of the rule of thumb
 
 
 class _HostAllReduce(HostVariant):
     op = "all_reduce"
     dtypes = REDUCED
 
-    def untuned(self, problem: Problem, limits: Limits) -> bool:
-        is_small = problem.nbytes <= _MOST_ONE_SHOT
-        return is_small == isinstance(self, HostOneShot) and super().untuned(problem, limits)
+    def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
+        is_small = problem.nbytes <= _MAX_ONE_SHOT
+        return is_small == isinstance(self, HostOneShot) and super().default_beats_library(problem, limits)
 
 
 class HostOneShot(_HostAllReduce, registered=True):
@@ -41,10 +41,10 @@ class HostOneShot(_HostAllReduce, registered=True):
     first_chunk_kib = 128
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        stage = Stage(workspace, problem, config)
-        mine, copy = stage.mine, stage.copy
+        stage = HostStage(workspace, problem, config)
+        own_slots, copy = stage.own_slots, stage.copy
         return stage.one_pass(
-            lambda slot, at_x, first, size: copy(mine[slot], at_x + first, size),
+            lambda slot, at_x, first, size: copy(own_slots[slot], at_x + first, size),
             stage.take_sums(stage.combiner(problem), 0),
         )
 
@@ -55,59 +55,53 @@ class HostTwoShot(_HostAllReduce, registered=True):
     first_chunk_kib = 1024
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if problem.nbytes < _LEAST_SLICE * problem.world_size:
+        if problem.nbytes < _MIN_SLICE * problem.world_size:
             return f"slices of {problem.nbytes} bytes are too small for a second step"
         return super().infeasible(problem, config, limits)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        stage = Stage(workspace, problem, config)
+        stage = HostStage(workspace, problem, config)
         combine, copy = stage.combiner(problem), stage.copy
         ring, spins, op, lock, plan = stage.ring, stage.spins, stage.op, stage.ring.lock, stage.plan()
-        claim, publish, wait, release = ring.claim, ring.publish, ring.wait, ring.release
-        addresses, mine, me = stage.addresses, stage.mine, ring.rank
+        begin, claim, publish, wait, release = ring.begin, ring.claim, ring.publish, ring.wait, ring.release
+        addresses, own_slots, me = stage.addresses, stage.own_slots, ring.rank
         slices = {size: _slices(size, ring.world_size) for size in stage.sizes()}
-        own = {size: bounds[ring.rank] for size, bounds in slices.items()}
-        parts = {size: stage.parts(first, length) for size, (first, length) in own.items()}
-        results = {
-            size: [stage.own(ring.rank, slot, first, length) for slot in range(RING_SLOTS)]
-            for size, (first, length) in own.items()
-        }
+        parts = {size: stage.parts(*bounds[me]) for size, bounds in slices.items()}
 
-        def put(source: int, size: int) -> int:
-            step = claim(op)
+        def put(epoch: int, source: int, size: int) -> int:
             for rank, (first, length) in enumerate(slices[size]):
                 if rank != me:
-                    copy(mine[step % RING_SLOTS] + first, source + first, length)
-            publish(step)
-            return step
+                    copy(own_slots[epoch % RING_SLOTS] + first, source + first, length)
+            publish(epoch)
+            return epoch
 
-        def reduce(step: int, source: int, size: int) -> int:
-            wait(step, spins, op)
-            made, (first, length) = claim(op), own[size]
-            everyone = parts[size][step % RING_SLOTS].copy()
-            everyone[me] = stage.at(source + first, length)
-            combine(everyone, results[size][made % RING_SLOTS])
-            release(step)
-            publish(made)
-            return made
+        def reduce(epoch: int, source: int, size: int) -> int:
+            wait(epoch, spins, op)
+            next_epoch, (first, length) = claim(op), slices[size][me]
+            operands = parts[size][epoch % RING_SLOTS].copy()
+            operands[me] = stage.at(source + first, length)
+            combine(operands, parts[size][next_epoch % RING_SLOTS][me])
+            release(epoch)
+            publish(next_epoch)
+            return next_epoch
 
-        def gather(step: int, target: int, size: int) -> None:
-            wait(step, spins, op)
-            slot = step % RING_SLOTS
+        def gather(epoch: int, target: int, size: int) -> None:
+            wait(epoch, spins, op)
+            slot = epoch % RING_SLOTS
             for rank, (first, length) in enumerate(slices[size]):
                 copy(target + first, addresses[rank][slot] + first, length)
-            release(step)
+            release(epoch)
 
         def run(stream: int, at_x: int, at_out: int) -> None:
-            # Chunk c is published while chunk c − 1 is reduced and chunk c − 2 gathered: three steps are under way.
+            # Chunk c is published while chunk c − 1 is reduced and chunk c − 2 gathered: three epochs are under way.
             with lock:
-                put_steps: list[int] = []
+                pushed: list[int] = []
                 reduced: list[int] = []
                 for c in range(len(plan) + 2):
                     if c < len(plan):
-                        put_steps.append(put(at_x + plan[c][0], plan[c][1]))
+                        pushed.append(put((claim if c else begin)(op), at_x + plan[c][0], plan[c][1]))
                     if 1 <= c <= len(plan):
-                        reduced.append(reduce(put_steps[c - 1], at_x + plan[c - 1][0], plan[c - 1][1]))
+                        reduced.append(reduce(pushed[c - 1], at_x + plan[c - 1][0], plan[c - 1][1]))
                     if c >= 2:
                         gather(reduced[c - 2], at_out + plan[c - 2][0], plan[c - 2][1])
 
@@ -116,18 +110,18 @@ class HostTwoShot(_HostAllReduce, registered=True):
 
 def _slices(size: int, world_size: int) -> list[tuple[int, int]]:
     """First byte and length of every rank's slice of a chunk; slices begin at cache lines."""
-    step = (-(-size // world_size) + LINE - 1) // LINE * LINE
-    starts = [min(rank * step, size) for rank in range(world_size + 1)]
+    length = (-(-size // world_size) + LINE - 1) // LINE * LINE
+    starts = [min(rank * length, size) for rank in range(world_size + 1)]
     return [(first, last - first) for first, last in itertools.pairwise(starts)]
 
 
 class HostUnfused(HostComposed):
-    """An all_reduce of as many elements as the problem has, then something else."""
+    """An all_reduce of the problem's elements, then PyTorch operators."""
 
     algorithms = {"one_shot": HostOneShot.variant, "two_shot": HostTwoShot.variant}  # noqa: RUF012 - never changed
     space = Space({"algorithm": Choice(*algorithms), **dict(HostVariant.space.axes)})
 
-    def asked(self, problem: Problem) -> Problem:
+    def collective_problem(self, problem: Problem) -> Problem:
         return replace(problem, shape=(problem.numel,), layout="", scaling="")
 
 

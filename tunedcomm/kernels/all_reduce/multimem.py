@@ -21,7 +21,7 @@ import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
 from tunedcomm.kernels.common.feasibility import refuse_message, refuse_multicast
-from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, block_range, exchange_flags, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     load_reduce,
     mean_packets,
@@ -38,68 +38,69 @@ from tunedcomm.spec import Limits, Problem
 
 @triton.jit
 def multimem_one_shot_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, multicast, area, area_bytes,
+    x, out, numel, local, peers, rank, timeout_ns, status, multicast, area, area_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Publish the own input, exchange flags, load sums."""
     epoch = read_counter(local, EPOCH_OFFSET)
-    mine = area + (epoch & 1) * area_bytes
+    own_area = area + (epoch & 1) * area_bytes
     total = num_packets(numel, WIDTH)
-    lanes, first, step = block_range(BLOCK)
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
-        w0, w1, w2, w3 = read_elements(x, packet, numel, here, WIDTH, TAIL)
-        store_packets(local + mine + packet * 16, w0, w1, w2, w3, here)
-    # Releases the copies, acquires the peers'.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
-        sums = load_reduce(multicast, (q0, q1, q2, q3, q4, q5, q6), local, mine + packet * 16, here, DTYPE, WORLD_SIZE)
+    offsets, first, stride = block_range(BLOCK)
+    # 1. Copy the own input to the own area.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
+        w0, w1, w2, w3 = read_elements(x, packet, numel, mask, WIDTH, TAIL)
+        store_packets(local + own_area + packet * 16, w0, w1, w2, w3, mask)
+    # 2. Exchange flags. Releases the copies, acquires the peers'.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    # 3. Load every packet's sum over all ranks, which the switch makes.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
+        sums = load_reduce(multicast, peers, local, own_area + packet * 16, mask, DTYPE, WORLD_SIZE)
         s0, s1, s2, s3 = mean_packets(sums, DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
+        write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, TAIL)
     write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
 @triton.jit
 def multimem_two_shot_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, multicast, scatter, gather,
+    x, out, numel, local, peers, rank, timeout_ns, status, multicast, scatter, gather,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Block b publishes, sums and collects the same positions of every slice, so blocks b wait for each other alone."""
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
-    lanes, first, step = block_range(BLOCK)
-    for start in tl.range(first, share, step):
-        at = start + lanes
-        here = at < share
+    offsets, first, stride = block_range(BLOCK)
+    # 1. Copy the own input to the own scatter area.
+    for start in tl.range(first, share, stride):
+        at = start + offsets
+        mask = at < share
         for i in tl.static_range(WORLD_SIZE):
-            w0, w1, w2, w3 = read_elements(x, i * share + at, numel, here, WIDTH, TAIL)
-            store_packets(local + scatter + (i * share + at) * 16, w0, w1, w2, w3, here)
-    # Releases the copies, acquires the peers'.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for start in tl.range(first, share, step):
-        at = start + lanes
-        here = at < share
+            w0, w1, w2, w3 = read_elements(x, i * share + at, numel, mask, WIDTH, TAIL)
+            store_packets(local + scatter + (i * share + at) * 16, w0, w1, w2, w3, mask)
+    # 2. Exchange flags. Releases the copies, acquires the peers'.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    # 3. Load the sums of the own slice, store them into every rank's gather area.
+    for start in tl.range(first, share, stride):
+        at = start + offsets
+        mask = at < share
         offset = (rank * share + at) * 16
-        sums = load_reduce(multicast, peers, local, scatter + offset, here, DTYPE, WORLD_SIZE)
+        sums = load_reduce(multicast, peers, local, scatter + offset, mask, DTYPE, WORLD_SIZE)
         s0, s1, s2, s3 = mean_packets(sums, DTYPE, AVG, WORLD_SIZE)
-        store_all(multicast, peers, local, gather + offset, s0, s1, s2, s3, here, WORLD_SIZE)
-    # Releases the sums, acquires the peers'.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
-    await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
-    for start in tl.range(first, share, step):
-        at = start + lanes
-        here = at < share
+        store_all(multicast, peers, local, gather + offset, s0, s1, s2, s3, mask, WORLD_SIZE)
+    # 4. Exchange flags. Releases the sums, acquires the peers'.
+    exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+    # 5. Copy all slices to the output.
+    for start in tl.range(first, share, stride):
+        at = start + offsets
+        mask = at < share
         for i in tl.static_range(WORLD_SIZE):
-            w0, w1, w2, w3 = load_packets(local + gather + (i * share + at) * 16, here)
-            write_elements(out, i * share + at, numel, w0, w1, w2, w3, here, WIDTH, TAIL)
+            w0, w1, w2, w3 = load_packets(local + gather + (i * share + at) * 16, mask)
+            write_elements(out, i * share + at, numel, w0, w1, w2, w3, mask, WIDTH, TAIL)
     write_counter(local, epoch + 2, EPOCH_OFFSET)
 
 
@@ -114,7 +115,7 @@ class _Multimem(AllReduceVariant):
             or refuse_message(problem.nbytes + 16 * problem.world_size, room)
         )
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(self.work_packets(problem) / 256, 32), "num_warps": 8}
 
 
@@ -123,7 +124,7 @@ class MultimemOneShot(_Multimem, registered=True):
     numerics = "unordered"
     summary = "every rank loads sums that the switch makes (NVLink multicast)"
     kernels = (multimem_one_shot_kernel,)
-    areas = ("multicast", "one_shot", "one_shot_bytes")
+    trailing_arguments = ("multicast", "one_shot", "one_shot_bytes")
 
 
 class MultimemTwoShot(_Multimem, registered=True):
@@ -131,5 +132,5 @@ class MultimemTwoShot(_Multimem, registered=True):
     numerics = "library"
     summary = "the switch sums each slice for its owner, whose one store reaches every rank (NVLink multicast)"
     kernels = (multimem_two_shot_kernel,)
-    areas = ("multicast", "scatter", "gather")
+    trailing_arguments = ("multicast", "scatter", "gather")
     sliced = True

@@ -21,10 +21,10 @@ from tunedcomm.kernels.common.feasibility import refuse_one_shot
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
-    arrive,
-    await_peers,
     block_range,
+    exchange_flags,
     read_counter,
+    shifted,
     write_counter,
 )
 from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
@@ -36,47 +36,53 @@ from tunedcomm.spec import Limits, Problem
 
 @triton.jit
 def one_shot_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    x0, x1, x2, x3, x4, x5, x6, area, area_bytes,
+    x, out, numel, local, peers, rank, timeout_ns, status,
+    input_peers, area, area_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
-    """Publish the own input, exchange flags, read all ranks' packets and sum."""
+    """Publish the own input, exchange flags, read all ranks' packets and sum.
+
+    Example:
+        2 ranks, 8 fp32 elements (2 packets), epoch 0. Each rank copies its packets to offsets 0 and 16 of its own area
+        0. After the flags, each rank reads offsets 0 and 16 of the peer's area 0, adds rank 0's packet and then rank
+        1's, and writes both sums to its output.
+    """
     epoch = read_counter(local, EPOCH_OFFSET)
-    mine = area + (epoch & 1) * area_bytes
+    own_area = area + (epoch & 1) * area_bytes
     total = num_packets(numel, WIDTH)
-    lanes, first, step = block_range(BLOCK)
+    offsets, first, stride = block_range(BLOCK)
+    # 1. Copy the own input to the own area; peers read a symmetric input where it lies.
     if SYMMETRIC:
-        peers = (x0, x1, x2, x3, x4, x5, x6)
+        sources = input_peers
     else:
-        peers = (q0 + mine, q1 + mine, q2 + mine, q3 + mine, q4 + mine, q5 + mine, q6 + mine)
-        for start in tl.range(first, total, step):
-            packet = start + lanes
-            here = packet < total
-            w0, w1, w2, w3 = read_elements(x, packet, numel, here, WIDTH, TAIL)
-            store_packets(local + mine + packet * 16, w0, w1, w2, w3, here)
+        sources = shifted(peers, own_area)
+        for start in tl.range(first, total, stride):
+            packet = start + offsets
+            mask = packet < total
+            w0, w1, w2, w3 = read_elements(x, packet, numel, mask, WIDTH, TAIL)
+            store_packets(local + own_area + packet * 16, w0, w1, w2, w3, mask)
 
-    # Releases the copies (or what wrote the inputs), acquires the peers'.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    # 2. Exchange flags. Releases the copies (or what wrote the inputs), acquires the peers'.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
 
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
-        own = read_elements(x, packet, numel, here, WIDTH, TAIL)
+    # 3. Read the packet of every rank and sum in rank order.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
+        own = read_elements(x, packet, numel, mask, WIDTH, TAIL)
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            source = address_of(peers, x, i, rank, WORLD_SIZE)
+            source = address_of(sources, x, i, rank, WORLD_SIZE)
             if SYMMETRIC:
-                words = words + read_elements(source, packet, numel, here & (rank != i), WIDTH, TAIL)
+                words = words + read_elements(source, packet, numel, mask & (rank != i), WIDTH, TAIL)
             else:
-                words = words + load_packets(source + packet * 16, here & (rank != i))
+                words = words + load_packets(source + packet * 16, mask & (rank != i))
         s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
+        write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, TAIL)
     if SYMMETRIC:
-        # Orders the peers' reads of this rank's input before whatever follows this kernel.
-        arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
-        await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+        # 4. Exchange flags. Orders the peers' reads of this rank's input before whatever follows this kernel.
+        exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
         write_counter(local, epoch + 2, EPOCH_OFFSET)
     else:
         write_counter(local, epoch + 1, EPOCH_OFFSET)
@@ -93,8 +99,8 @@ class OneShot(PullVariant, AllReduceVariant, registered=True):
             "items": Choice(1, 2),
         }
     )
-    most_blocks = 64
-    most_rounds = 8
+    max_blocks = 64
+    max_rounds = 8
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return refuse_one_shot(problem, limits)

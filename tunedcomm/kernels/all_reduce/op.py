@@ -1,9 +1,6 @@
 """all_reduce: every rank gets the elementwise reduction of all ranks' inputs; the base class of its variants.
 
-Its variants by libraries are here too. `library` is NCCL on GPUs, gloo on CPUs, and takes whatever the backend takes
-(numerics: library; graph-safe on NCCL). `torch_one_shot` and `torch_two_shot` are PyTorch's symmetric-memory operators,
-which sum in fp32 in an order of their own (numerics: library; graph-safe). A lost peer leaves them spinning, so they
-only run when they are forced.
+`library` is NCCL on GPUs, gloo on CPUs, and takes whatever the backend takes (numerics: library; graph-safe on NCCL).
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.feasibility import Launch, packets_a_block, refuse_kernels, refuse_message
+from tunedcomm.kernels.common.feasibility import Launch, packets_a_block, refuse_kernels
 from tunedcomm.kernels.common.in_order import InOrderVariant, reduce_in_order
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
@@ -82,8 +79,7 @@ def library_reduction(reduction: str, group: dist.ProcessGroup) -> Callable[[tor
     """A function that reduces a tensor in place over `group`, on the current stream."""
     import torch.distributed as dist
 
-    ops = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    all_reduce, op = dist.all_reduce, ops[reduction]
+    all_reduce, op = dist.all_reduce, getattr(dist.ReduceOp, reduction.upper())
 
     def reduce(out: torch.Tensor) -> None:
         if reduction == "avg" and not out.is_cuda:  # gloo has no average
@@ -115,81 +111,5 @@ class InOrder(InOrderVariant, registered=True):
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             reduce_in_order(inputs[0].view(-1), outputs[0].view(-1), problem.reduction, workspace.group)
-
-        return run
-
-
-class _TorchVariant(LibraryVariant):
-    """An operator of PyTorch, on a tensor that is known to PyTorch under the group's own name."""
-
-    op = "all_reduce"
-    bounded = False
-
-    def granularity(self, problem: Problem) -> int:
-        """Bytes of which the message must be a multiple."""
-        return 16
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        plain = problem.input_kind == "plain"
-        if limits.backend != "cuda" or not limits.symmetric:
-            return "PyTorch's symmetric-memory operators need GPUs that address each other's memory"
-        if problem.dtype not in ("bfloat16", "float32"):
-            return f"PyTorch's operators sum bfloat16 and float32, not {problem.dtype}"
-        if problem.reduction != "sum":
-            return f"PyTorch's operators do sum, not {problem.reduction}"
-        if problem.world_size not in (2, 4, 8):
-            return f"PyTorch's operators serve 2, 4 or 8 ranks, not {problem.world_size}"
-        if problem.numel == 0 or problem.nbytes % self.granularity(problem):
-            return f"PyTorch's operators want a multiple of {self.granularity(problem)} bytes, not {problem.nbytes}"
-        return refuse_message(problem.nbytes + PACKET_BYTES, limits.staging_bytes) if plain else None
-
-    def staging(self, problem: Problem, workspace: Workspace) -> torch.Tensor:
-        """The lane's staging, made known to PyTorch; collective."""
-        import torch
-        import torch.distributed._symmetric_memory as symm_mem
-
-        staging = workspace.staging(problem.mode, getattr(torch, problem.dtype), problem.numel)
-        symm_mem.rendezvous(workspace.buffers[problem.mode].local, workspace.group)
-        return staging
-
-
-class TorchOneShot(_TorchVariant, registered=True):
-    name = "torch_one_shot"
-    summary = "PyTorch's symmetric-memory one-shot"
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if problem.nbytes > 8 * limits.one_shot_bytes:
-            return f"one-shots are out of the question at {problem.nbytes} bytes"
-        return super().infeasible(problem, config, limits)
-
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        import torch
-
-        name, known = workspace.group.group_name, torch.ops.symm_mem
-        if problem.input_kind == "symmetric" and not problem.in_place:
-            return lambda inputs, outputs, stream: known.one_shot_all_reduce_out(inputs[0], "sum", name, outputs[0])
-        staging, reduce = self.staging(problem, workspace), known.one_shot_all_reduce_copy_out
-        return lambda inputs, outputs, stream: reduce(staging, inputs[0].view(-1), "sum", name, outputs[0].view(-1))
-
-
-class TorchTwoShot(_TorchVariant, registered=True):
-    name = "torch_two_shot"
-    summary = "PyTorch's symmetric-memory two-shot"
-
-    def granularity(self, problem: Problem) -> int:
-        return 16 * problem.world_size
-
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        import torch
-
-        name, reduce = workspace.group.group_name, torch.ops.symm_mem.two_shot_all_reduce_
-        if problem.input_kind == "symmetric" and problem.in_place:
-            return lambda inputs, outputs, stream: reduce(inputs[0], "sum", name)
-        staging = self.staging(problem, workspace)
-
-        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            staging.copy_(inputs[0].view(-1))
-            reduce(staging, "sum", name)
-            outputs[0].view(-1).copy_(staging)
 
         return run

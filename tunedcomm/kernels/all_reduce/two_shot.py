@@ -21,7 +21,7 @@ Nobody else touches that slice in between.
 
 **two_shot_split.** One third of the blocks pushes, one third sums, one third collects, so that links never wait for
 sums. Pusher, reducer and collector k share a lane: they take the same packets of every slice, cut into `num_chunks`
-pieces. Each lane has three rows of flags, and raises those of its row on all peers to c + 1 where piece c
+pieces. Each lane has three rows of flags, and raises the flags of its row on all peers to c + 1 where piece c
 
 - was pushed (seen by the peers' reducers),
 - was summed: the scatter area is read and the sums are pushed (seen by the peers' pushers and collectors),
@@ -58,6 +58,7 @@ from tunedcomm.kernels.common.lane import (
     await_at,
     await_peers,
     block_range,
+    exchange_flags,
     read_counter,
     write_counter,
 )
@@ -70,168 +71,175 @@ from tunedcomm.spec import Limits, Problem
 RING = tl.constexpr(3)
 SPLIT_RING = tl.constexpr(4)
 _KINDS = tl.constexpr(3)
-_MANY_LANES = 16 << 20  # bytes from which fewer than 32 blocks of a kind never won
+_MANY_BLOCKS_BYTES = 16 << 20  # bytes from which fewer than 32 blocks of a kind never won
 
 
 @triton.jit
 def two_shot_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    x0, x1, x2, x3, x4, x5, x6, scatter, gather, num_chunks,
+    x, out, numel, local, peers, rank, timeout_ns, status,
+    input_peers, scatter, gather, num_chunks,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
     """Plain input. In round c: push chunk c, reduce chunk c − 1, collect chunk c − 2.
 
-    A block's flags count its steps. With C chunks, pushing chunk c is step max(1, 2c) and reducing it min(2c + 3, 2C).
+    A block raises its flags to max(1, 2c) when it has pushed chunk c, and to min(2c + 3, 2C) when it has reduced chunk
+    c, of C chunks.
+
+    Example:
+        2 ranks, 8 fp32 elements (2 packets, slice j is packet j), 1 chunk. Rank 0 pushes packet 1 into slot 0 of rank
+        1's scatter area, rank 1 pushes packet 0 into slot 1 of rank 0's. Rank 0 adds its packet 0 and slot 1, writes
+        the sum to its output and pushes it into slot 0 of rank 1's gather area. Rank 1 does the same with packet 1 and
+        slot 1 of rank 0's gather area. Each rank copies the peer's slot of its own gather area to its output.
     """
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
-    lanes, first, step = block_range(BLOCK)
-    span = ((share + step - 1) // step + num_chunks - 1) // num_chunks * step
+    offsets, first, stride = block_range(BLOCK)
+    span = ((share + stride - 1) // stride + num_chunks - 1) // num_chunks * stride
     ring = tl.minimum(num_chunks, RING)
     slot = ring * span
 
     for c in tl.range(0, num_chunks + 2):
+        # 1. Push chunk c of slice j to rank j.
         if c < num_chunks:
             lap = (c - c % ring) * span
-            for start in tl.range(first + c * span, tl.minimum(share, (c + 1) * span), step):
-                at = start + lanes
-                here = at < share
+            for start in tl.range(first + c * span, tl.minimum(share, (c + 1) * span), stride):
+                at = start + offsets
+                mask = at < share
                 for i in tl.static_range(WORLD_SIZE - 1):
                     owner = (rank + 1 + i) % WORLD_SIZE
-                    w0, w1, w2, w3 = read_elements(x, owner * share + at, numel, here, WIDTH, TAIL)
-                    store_packets(peers[i] + scatter + (rank * slot + at - lap) * 16, w0, w1, w2, w3, here)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + tl.maximum(1, 2 * c), WORLD_SIZE)
+                    w0, w1, w2, w3 = read_elements(x, owner * share + at, numel, mask, WIDTH, TAIL)
+                    store_packets(peers[i] + scatter + (rank * slot + at - lap) * 16, w0, w1, w2, w3, mask)
+            arrive(peers, rank, epoch + tl.maximum(1, 2 * c), WORLD_SIZE)
+        # 2. Sum chunk c − 1 of the own slice in rank order, push the sums to every peer.
         if (c >= 1) & (c <= num_chunks):
             d = c - 1
             lap = (d - d % ring) * span
             await_peers(local, rank, epoch + tl.maximum(1, 2 * d), timeout_ns, status, WORLD_SIZE)
-            for start in tl.range(first + d * span, tl.minimum(share, (d + 1) * span), step):
-                at = start + lanes
-                here = at < share
-                own = read_elements(x, rank * share + at, numel, here, WIDTH, TAIL)
+            for start in tl.range(first + d * span, tl.minimum(share, (d + 1) * span), stride):
+                at = start + offsets
+                mask = at < share
+                own = read_elements(x, rank * share + at, numel, mask, WIDTH, TAIL)
                 words = ()
                 for i in tl.static_range(WORLD_SIZE):
-                    words = words + load_packets(local + scatter + (i * slot + at - lap) * 16, here & (rank != i))
+                    words = words + load_packets(local + scatter + (i * slot + at - lap) * 16, mask & (rank != i))
                 s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
                 for i in tl.static_range(WORLD_SIZE - 1):
-                    store_packets(peers[i] + gather + (rank * slot + at - lap) * 16, s0, s1, s2, s3, here)
-                write_elements(out, rank * share + at, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
+                    store_packets(peers[i] + gather + (rank * slot + at - lap) * 16, s0, s1, s2, s3, mask)
+                write_elements(out, rank * share + at, numel, s0, s1, s2, s3, mask, WIDTH, TAIL)
             reduced = epoch + tl.minimum(2 * d + 3, 2 * num_chunks)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, reduced, WORLD_SIZE)
+            arrive(peers, rank, reduced, WORLD_SIZE)
+        # 3. Copy chunk c − 2 of the peers' slices to the output.
         if c >= 2:
             e = c - 2
             lap = (e - e % ring) * span
             await_peers(local, rank, epoch + tl.minimum(2 * e + 3, 2 * num_chunks), timeout_ns, status, WORLD_SIZE)
-            for start in tl.range(first + e * span, tl.minimum(share, (e + 1) * span), step):
-                at = start + lanes
-                here = at < share
+            for start in tl.range(first + e * span, tl.minimum(share, (e + 1) * span), stride):
+                at = start + offsets
+                mask = at < share
                 for i in tl.static_range(WORLD_SIZE):
-                    theirs = here & (rank != i)
-                    w0, w1, w2, w3 = load_packets(local + gather + (i * slot + at - lap) * 16, theirs)
-                    write_elements(out, i * share + at, numel, w0, w1, w2, w3, theirs, WIDTH, TAIL)
+                    peer_mask = mask & (rank != i)
+                    w0, w1, w2, w3 = load_packets(local + gather + (i * slot + at - lap) * 16, peer_mask)
+                    write_elements(out, i * share + at, numel, w0, w1, w2, w3, peer_mask, WIDTH, TAIL)
     write_counter(local, epoch + 2 * num_chunks, EPOCH_OFFSET)
 
 
 @triton.jit
 def two_shot_inplace_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    x0, x1, x2, x3, x4, x5, x6, scatter, gather, num_chunks,
+    x, out, numel, local, peers, rank, timeout_ns, status,
+    input_peers, scatter, gather, num_chunks,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
     """Symmetric input in place: read the own slice from all ranks, write its sum to all ranks; `out` is `x`."""
-    peers = (x0, x1, x2, x3, x4, x5, x6)
     epoch = read_counter(local, EPOCH_OFFSET)
     share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
-    lanes, first, step = block_range(BLOCK)
-    # Orders what wrote the inputs before the peers' reads.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for start in tl.range(first, share, step):
-        at = start + lanes
-        here = at < share
+    offsets, first, stride = block_range(BLOCK)
+    # 1. Exchange flags. Orders what wrote the inputs before the peers' reads.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    # 2. Sum the own slice of all inputs in rank order, write the sum into every rank's tensor.
+    for start in tl.range(first, share, stride):
+        at = start + offsets
+        mask = at < share
         packet = rank * share + at
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            source = address_of(peers, x, i, rank, WORLD_SIZE)
-            words = words + read_elements(source, packet, numel, here, WIDTH, TAIL)
+            source = address_of(input_peers, x, i, rank, WORLD_SIZE)
+            words = words + read_elements(source, packet, numel, mask, WIDTH, TAIL)
         s0, s1, s2, s3 = sum_packets(words, DTYPE, AVG, WORLD_SIZE)
         for i in tl.static_range(WORLD_SIZE - 1):
-            write_elements(peers[i], packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
-        write_elements(x, packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
-    # Orders the sums written to this rank before whatever follows this kernel.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
-    await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+            write_elements(input_peers[i], packet, numel, s0, s1, s2, s3, mask, WIDTH, TAIL)
+        write_elements(x, packet, numel, s0, s1, s2, s3, mask, WIDTH, TAIL)
+    # 3. Exchange flags. Orders the sums written to this rank before whatever follows this kernel.
+    exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
     write_counter(local, epoch + 2, EPOCH_OFFSET)
 
 
 @triton.jit
 def _push(
-    x, numel, peers, place, first, end, step, share, rank,
+    x, numel, peers, place, first, end, stride, share, rank,
     WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push a piece of every slice to its owner; all peers' packets are loaded before the first is stored."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for start in tl.range(first, end, step):
-        at = start + lanes
-        here = at < end
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    for start in tl.range(first, end, stride):
+        at = start + offsets
+        mask = at < end
         words = ()
         for i in tl.static_range(WORLD_SIZE - 1):
             owner = (rank + 1 + i) % WORLD_SIZE
-            words = words + read_elements(x, owner * share + at, numel, here, WIDTH, TAIL)
+            words = words + read_elements(x, owner * share + at, numel, mask, WIDTH, TAIL)
         for i in tl.static_range(WORLD_SIZE - 1):
             target = peers[i] + place + at * 16
-            store_packets(target, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
+            store_packets(target, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], mask)
 
 
 @triton.jit
 def _reduce(
-    x, out, numel, peers, source, place, slot_bytes, first, end, step, share, rank,
+    x, out, numel, peers, source, place, slot_bytes, first, end, stride, share, rank,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum a piece of the own slice, push the sums to all peers and write them to the output."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for start in tl.range(first, end, step):
-        at = start + lanes
-        here = at < end
-        own = read_elements(x, rank * share + at, numel, here, WIDTH, TAIL)
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    for start in tl.range(first, end, stride):
+        at = start + offsets
+        mask = at < end
+        own = read_elements(x, rank * share + at, numel, mask, WIDTH, TAIL)
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            words = words + load_packets(source + i * slot_bytes + at * 16, here & (rank != i))
+            words = words + load_packets(source + i * slot_bytes + at * 16, mask & (rank != i))
         s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
         for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + place + at * 16, s0, s1, s2, s3, here)
-        write_elements(out, rank * share + at, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
+            store_packets(peers[i] + place + at * 16, s0, s1, s2, s3, mask)
+        write_elements(out, rank * share + at, numel, s0, s1, s2, s3, mask, WIDTH, TAIL)
 
 
 @triton.jit
 def _collect(
-    out, numel, source, slot_bytes, first, end, step, share, rank,
+    out, numel, source, slot_bytes, first, end, stride, share, rank,
     WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy a piece of all peers' slices to the output."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for start in tl.range(first, end, step):
-        at = start + lanes
-        here = at < end
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    for start in tl.range(first, end, stride):
+        at = start + offsets
+        mask = at < end
         words = ()
         for i in tl.static_range(WORLD_SIZE - 1):
             owner = (rank + 1 + i) % WORLD_SIZE
-            words = words + load_packets(source + owner * slot_bytes + at * 16, here)
+            words = words + load_packets(source + owner * slot_bytes + at * 16, mask)
         for i in tl.static_range(WORLD_SIZE - 1):
             owner = (rank + 1 + i) % WORLD_SIZE
             write_elements(
                 out, owner * share + at, numel, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3],
-                here, WIDTH, TAIL,
+                mask, WIDTH, TAIL,
             )  # fmt: skip
 
 
 @triton.jit
 def two_shot_split_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, gather, num_chunks,
+    x, out, numel, local, peers, rank, timeout_ns, status, scatter, gather, num_chunks,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -239,28 +247,29 @@ def two_shot_split_kernel(
 
     Interpreted blocks run one after another, so the first third does all three kinds of work in turn there.
     """
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
-    num_lanes = tl.num_programs(0) // _KINDS
-    lane = tl.program_id(0) % num_lanes
-    kind = tl.program_id(0) // num_lanes
-    step = num_lanes.to(tl.int64) * BLOCK
-    first = lane.to(tl.int64) * BLOCK
-    span = ((share + step - 1) // step + num_chunks - 1) // num_chunks * step
+    num_teams = tl.num_programs(0) // _KINDS
+    team = tl.program_id(0) % num_teams
+    kind = tl.program_id(0) // num_teams
+    stride = num_teams.to(tl.int64) * BLOCK
+    first = team.to(tl.int64) * BLOCK
+    span = ((share + stride - 1) // stride + num_chunks - 1) // num_chunks * stride
     ring = tl.minimum(num_chunks, SPLIT_RING)
     slot_bytes = ring * span * 16
-    pushed, summed, collected = lane, lane + num_lanes, lane + 2 * num_lanes
+    pushed, summed, collected = team, team + num_teams, team + 2 * num_teams
 
     for c in tl.range(0, num_chunks + 2):
+        # 1. Pushers: piece c of slice j to rank j.
         if (c < num_chunks) & (kind == 0):
             lap = (c - c % ring) * span * 16
             if c >= ring:
                 await_at(local, summed, rank, epoch + c - ring + 1, timeout_ns, status, WORLD_SIZE)
             end = tl.minimum(share, (c + 1) * span)
             place = scatter + rank * slot_bytes - lap
-            _push(x, numel, peers, place, first + c * span, end, step, share, rank, WORLD_SIZE, WIDTH, TAIL, BLOCK)
-            arrive_at(pushed, q0, q1, q2, q3, q4, q5, q6, rank, epoch + c + 1, WORLD_SIZE)
+            _push(x, numel, peers, place, first + c * span, end, stride, share, rank, WORLD_SIZE, WIDTH, TAIL, BLOCK)
+            arrive_at(pushed, peers, rank, epoch + c + 1, WORLD_SIZE)
+        # 2. Reducers: sum piece c − 1 of the own slice, push the sums to every peer.
         if (c >= 1) & (c <= num_chunks) & (kind == (0 if INTERPRET else 1)):
             d = c - 1
             lap = (d - d % ring) * span * 16
@@ -270,19 +279,20 @@ def two_shot_split_kernel(
             end = tl.minimum(share, (d + 1) * span)
             _reduce(
                 x, out, numel, peers, local + scatter - lap, gather + rank * slot_bytes - lap, slot_bytes,
-                first + d * span, end, step, share, rank, WORLD_SIZE, DTYPE, WIDTH, AVG, TAIL, BLOCK,
+                first + d * span, end, stride, share, rank, WORLD_SIZE, DTYPE, WIDTH, AVG, TAIL, BLOCK,
             )  # fmt: skip
-            arrive_at(summed, q0, q1, q2, q3, q4, q5, q6, rank, epoch + d + 1, WORLD_SIZE)
+            arrive_at(summed, peers, rank, epoch + d + 1, WORLD_SIZE)
+        # 3. Collectors: copy piece c − 2 of the peers' slices to the output.
         if (c >= 2) & (kind == (0 if INTERPRET else 2)):
             e = c - 2
             lap = (e - e % ring) * span * 16
             await_at(local, summed, rank, epoch + e + 1, timeout_ns, status, WORLD_SIZE)
             end = tl.minimum(share, (e + 1) * span)
             _collect(
-                out, numel, local + gather - lap, slot_bytes, first + e * span, end, step, share, rank,
+                out, numel, local + gather - lap, slot_bytes, first + e * span, end, stride, share, rank,
                 WORLD_SIZE, WIDTH, TAIL, BLOCK,
             )  # fmt: skip
-            arrive_at(collected, q0, q1, q2, q3, q4, q5, q6, rank, epoch + e + 1, WORLD_SIZE)
+            arrive_at(collected, peers, rank, epoch + e + 1, WORLD_SIZE)
     write_counter(local, epoch + num_chunks, EPOCH_OFFSET)
 
 
@@ -294,7 +304,7 @@ class _Chunked(RingVariant, AllReduceVariant):
     """Kernels that take a rank's slice in chunks through the scatter and gather areas."""
 
     sliced = True
-    areas = ("scatter", "gather", "num_chunks")
+    trailing_arguments = ("scatter", "gather", "num_chunks")
 
 
 class TwoShot(_Chunked, registered=True):
@@ -304,8 +314,8 @@ class TwoShot(_Chunked, registered=True):
     space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 16)})
 
     ring = RING.value
-    most_rounds = 64
-    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
+    max_rounds = 64
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if packets_a_block(config) > 1024:
@@ -316,7 +326,7 @@ class TwoShot(_Chunked, registered=True):
             return "in place on symmetric memory there is nothing to overlap: only num_chunks=1"
         return None
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         share = slice_packets(problem)
         chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4 if share < 1 << 21 else 16
         return {"num_blocks": min(share / 512, 132), "num_warps": 16, "num_chunks": chunks}
@@ -342,9 +352,9 @@ class TwoShotSplit(_Chunked, registered=True):
     )
 
     ring = SPLIT_RING.value
-    host_wish: Mapping[str, float] = {"num_blocks": 3, "num_warps": 4, "num_chunks": 4}
+    host_preferred: Mapping[str, float] = {"num_blocks": 3, "num_warps": 4, "num_chunks": 4}
 
-    def lanes(self, config: Config) -> int:
+    def num_teams(self, config: Config) -> int:
         return int(config["num_blocks"]) // int(_KINDS.value)
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -357,13 +367,13 @@ class TwoShotSplit(_Chunked, registered=True):
     def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := refuse_residence(config, limits):
             return reason
-        lanes, chunks = self.lanes(config), int(config["num_chunks"])
+        teams, chunks = self.num_teams(config), int(config["num_chunks"])
         if limits.backend == "cuda" and problem.nbytes < 1 << 20:
             return f"{problem.nbytes} bytes are over before three kinds of blocks are in step"
-        if limits.backend == "cuda" and (lanes < (8 if problem.nbytes < _MANY_LANES else 32) or chunks == 1):
-            return f"{lanes} blocks of each kind and {chunks} chunks leave the links idle"
+        if limits.backend == "cuda" and (teams < (8 if problem.nbytes < _MANY_BLOCKS_BYTES else 32) or chunks == 1):
+            return f"{teams} blocks of each kind and {chunks} chunks leave the links idle"
         return self.refuse_ring(problem, config, limits)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         chunks = min(max(slice_packets(problem) * problem.world_size >> 19, 4), 64)  # of 8 MiB
         return {"num_blocks": 132, "num_warps": 16, "num_chunks": chunks}

@@ -1,7 +1,7 @@
 """one_shot, two_shot: rows summed and taken through the norm, ordered by flags.
 
 **one_shot.** Every rank reads all ranks' rows and takes their sums through the norm; one flag exchange a block. Areas,
-flags and lane rules are those of all_reduce's `one_shot` on plain input, row by row: a block copies its rows into the
+flags and lane rules are as in all_reduce's `one_shot` on plain input, row by row: a block copies its rows into the
 one-shot area, exchanges flags with the blocks of its number, and reads from the peers the rows that those copied.
 
 **two_shot.** Rows go in chunks through reduce-scatter, all-gather and norm. Of every row, slice j of the packets
@@ -15,12 +15,12 @@ Each block of two_shot does all three. Chunks overlap: a chunk is summed `lag` r
 `lag` rounds after that, so the norm of one runs beside the transfer of the next ones, and with a lag of 2 a block
 seldom waits for flags at all.
 
-Why no area is overwritten too early: the areas hold 2 · lag + 1 chunks of every block, apart from those of other
-blocks. In round c a block pushes chunk c into the place of chunk c − 2 · lag − 1; in round c − 1 it waited until all
-peers had summed (read) that one. The sums of chunk d go to the peers' gather place of chunk d − 2 · lag − 1 after this
-block waited for their push of chunk d, which they make after they finished that one. From call to call it is as in
-all_reduce's `two_shot`. Of one's own slices the sums go to the own gather area by plain stores, which the block
-barriers of the next flags order before the same block's reads.
+Why no area is overwritten too early: every block has its own part of the areas, with room for 2 · lag + 1 chunks. In
+round c a block pushes chunk c into the place of chunk c − 2 · lag − 1; in round c − 1 it waited until all peers had
+summed (read) that chunk. The sums of chunk d go to the peers' gather place of chunk d − 2 · lag − 1 after this block
+waited for their push of chunk d, which they make after they finished that chunk. From call to call it is as in
+all_reduce's `two_shot`. Sums of the own slices go to the own gather area by plain stores, which the block barriers of
+the next flags order before the same block's reads.
 
 Numerics: ordered (every element is summed in rank order; in two_shot once, by its slice's owner). Graph-safe.
 Source: all_reduce's `one_shot`, with the norm behind it as in Kraken's one-shot; the two-shot scheme of PyTorch's
@@ -37,7 +37,15 @@ import triton.language as tl
 from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, row_packets, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import refuse_one_shot
-from tunedcomm.kernels.common.lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    address_of,
+    arrive,
+    await_peers,
+    read_counter,
+    shifted,
+    write_counter,
+)
 from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, sum_packets
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, Workspace
@@ -47,38 +55,41 @@ from tunedcomm.spec import Limits, Problem
 
 @triton.jit
 def rms_norm_one_shot_kernel(
-    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
-    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, area, area_bytes,
+    x, weight, bias, residual, scale, out, residual_out, eps, shape,
+    local, peers, rank, timeout_ns, status, area, area_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Publish own rows, exchange flags; then row by row: read all ranks', sum, add, normalise."""
+    tokens, row = shape
     epoch = read_counter(local, EPOCH_OFFSET)
-    mine = area + (epoch & 1) * area_bytes
-    peers = (q0 + mine, q1 + mine, q2 + mine, q3 + mine, q4 + mine, q5 + mine, q6 + mine)
+    own_area = area + (epoch & 1) * area_bytes
+    sources = shifted(peers, own_area)
     at = tl.arange(0, BLOCK).to(tl.int64)
-    here = at < row
+    mask = at < row
+    # 1. Copy the own rows to the own area.
     for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         packet = at + r * row
-        w0, w1, w2, w3 = load_packets(x + packet * 16, here)
-        store_packets(local + mine + packet * 16, w0, w1, w2, w3, here)
+        w0, w1, w2, w3 = load_packets(x + packet * 16, mask)
+        store_packets(local + own_area + packet * 16, w0, w1, w2, w3, mask)
 
-    # Releases the copies, acquires the peers'.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    of_row = load_packets(weight + at * 16, here & (tl.program_id(0) < tokens))
+    # 2. Exchange flags. Releases the copies, acquires the peers'; the weight is loaded meanwhile.
+    arrive(peers, rank, epoch + 1, WORLD_SIZE)
+    of_row = load_packets(weight + at * 16, mask & (tl.program_id(0) < tokens))
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
 
+    # 3. Row by row: read the row of every rank, sum in rank order, add bias and residual, normalise.
     for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         packet = at + r * row
-        own = load_packets(x + packet * 16, here)
-        b, extra = row_extras(bias, residual, at, packet, here, BIAS, RESIDUAL)
+        own = load_packets(x + packet * 16, mask)
+        b, extra = row_extras(bias, residual, at, packet, mask, BIAS, RESIDUAL)
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            source = address_of(peers, x, i, rank, WORLD_SIZE)
-            words = words + load_packets(source + packet * 16, here & (rank != i))
+            source = address_of(sources, x, i, rank, WORLD_SIZE)
+            words = words + load_packets(source + packet * 16, mask & (rank != i))
         s = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
         finish_row(
-            s, b, extra, of_row, out, residual_out, scale, eps, row, packet, here, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
+            s, b, extra, of_row, out, residual_out, scale, eps, row, packet, mask, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
         )
     write_counter(local, epoch + 1, EPOCH_OFFSET)
 
@@ -87,10 +98,10 @@ class OneShot(RmsNormVariant, registered=True):
     name = "one_shot"
     summary = "every rank reads all ranks' rows, sums and normalises them; one exchange of flags"
     kernels = (rms_norm_one_shot_kernel,)
-    areas = ("one_shot", "one_shot_bytes")
+    trailing_arguments = ("one_shot", "one_shot_bytes")
     space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128), "num_warps": PowerOfTwo(1, 32)})
 
-    host_wish = HOST_GRID
+    host_preferred = HOST_GRID
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := super().refuse_config(problem, config, limits) or refuse_one_shot(problem, limits):
@@ -99,7 +110,7 @@ class OneShot(RmsNormVariant, registered=True):
             return f"{config['num_blocks']} blocks for {problem.shape[0]} rows: the others would have nothing to do"
         return None
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(problem.shape[0], 128), "num_warps": row_warps(problem)}
 
 
@@ -120,13 +131,13 @@ def push_chunk(
     target = address_of(peers, local, owner, rank, WORLD_SIZE) + scatter
     for j in tl.range(0, rows, 2):  # two rows at a time: the second is loaded before the first is stored
         r = first + j * grid
-        here = (at < row) & (r < tokens)
-        next_here = (at < row) & (j + 1 < rows) & (r + grid < tokens)
-        w0, w1, w2, w3 = load_packets(x + (r * row + at) * 16, here)
-        v0, v1, v2, v3 = load_packets(x + ((r + grid) * row + at) * 16, next_here)
+        mask = (at < row) & (r < tokens)
+        next_mask = (at < row) & (j + 1 < rows) & (r + grid < tokens)
+        w0, w1, w2, w3 = load_packets(x + (r * row + at) * 16, mask)
+        v0, v1, v2, v3 = load_packets(x + ((r + grid) * row + at) * 16, next_mask)
         place = target + ((chunk * WORLD_SIZE + rank * rows + j) * share + in_slice) * 16
-        store_packets(place, w0, w1, w2, w3, here & (owner != rank))
-        store_packets(place + share * 16, v0, v1, v2, v3, next_here & (owner != rank))
+        store_packets(place, w0, w1, w2, w3, mask & (owner != rank))
+        store_packets(place + share * 16, v0, v1, v2, v3, next_mask & (owner != rank))
 
 
 @triton.jit
@@ -135,24 +146,24 @@ def reduce_chunk(
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Sum the own slices of a chunk's rows and push the sums into every rank's gather area, the own one included."""
-    lanes = tl.arange(0, THREADS)
-    mine = tl.minimum(share, tl.maximum(row - rank * share, 0))  # packets of a row that this rank sums
-    for start in tl.range(0, rows * mine, THREADS):
-        index = start + lanes
-        j = index // tl.maximum(mine, 1).to(tl.int32)
-        in_slice = index - j * mine
+    offsets = tl.arange(0, THREADS)
+    own_packets = tl.minimum(share, tl.maximum(row - rank * share, 0))  # packets of a row that this rank sums
+    for start in tl.range(0, rows * own_packets, THREADS):
+        index = start + offsets
+        j = index // tl.maximum(own_packets, 1).to(tl.int32)
+        in_slice = index - j * own_packets
         r = first + j * grid
-        here = (index < rows * mine) & (r < tokens)
-        own = load_packets(x + (r * row + rank * share + in_slice) * 16, here)
+        mask = (index < rows * own_packets) & (r < tokens)
+        own = load_packets(x + (r * row + rank * share + in_slice) * 16, mask)
         place = local + scatter + ((chunk * WORLD_SIZE + j) * share + in_slice) * 16
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            words = words + load_packets(place + i * rows * share * 16, here & (rank != i))
+            words = words + load_packets(place + i * rows * share * 16, mask & (rank != i))
         s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
         place = gather + ((chunk + j) * row + rank * share + in_slice) * 16
         for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + place, s0, s1, s2, s3, here)
-        store_packets(local + place, s0, s1, s2, s3, here)
+            store_packets(peers[i] + place, s0, s1, s2, s3, mask)
+        store_packets(local + place, s0, s1, s2, s3, mask)
 
 
 @triton.jit
@@ -163,43 +174,50 @@ def finish_chunk(
     """Take a chunk's rows, gathered at `source`, through bias, residual and norm."""
     at = tl.arange(0, BLOCK).to(tl.int64)
     weights = load_packets(weight + at * 16, at < row)
-    here = (at < row) & (first < tokens)
-    s = load_packets(source + (chunk * row + at) * 16, here)
-    b, extra = row_extras(bias, residual, at, first * row + at, here, BIAS, RESIDUAL)
+    mask = (at < row) & (first < tokens)
+    s = load_packets(source + (chunk * row + at) * 16, mask)
+    b, extra = row_extras(bias, residual, at, first * row + at, mask, BIAS, RESIDUAL)
     for j in tl.range(0, rows):  # the next row is loaded before this one is summed and stored
         r = first + j * grid
-        here, packet = (at < row) & (r < tokens), r * row + at
-        next_here = (at < row) & (j + 1 < rows) & (r + grid < tokens)
-        next_s = load_packets(source + ((chunk + j + 1) * row + at) * 16, next_here)
-        _, next_extra = row_extras(bias, residual, at, packet + grid * row, next_here, False, RESIDUAL)
+        mask, packet = (at < row) & (r < tokens), r * row + at
+        next_mask = (at < row) & (j + 1 < rows) & (r + grid < tokens)
+        next_s = load_packets(source + ((chunk + j + 1) * row + at) * 16, next_mask)
+        _, next_extra = row_extras(bias, residual, at, packet + grid * row, next_mask, False, RESIDUAL)
         finish_row(
-            s, b, extra, weights, out, residual_out, scale, eps, row, packet, here, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
+            s, b, extra, weights, out, residual_out, scale, eps, row, packet, mask, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
         )
         s, extra = next_s, next_extra
 
 
 @triton.jit
 def rms_norm_two_shot_kernel(
-    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
-    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, gather, num_chunks, rows, lag,
+    x, weight, bias, residual, scale, out, residual_out, eps, shape,
+    local, peers, rank, timeout_ns, status, scatter, gather, num_chunks, rows, lag,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
     BLOCK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """In round c: push chunk c, reduce chunk c − lag, finish chunk c − 2 · lag.
 
-    A block's flags count its steps: pushing chunk c is step 2c + 1, reducing chunk d step 2(d + lag) + 2.
+    A block raises its flags to 2c + 1 when it has pushed chunk c, and to 2(d + lag) + 2 when it has reduced chunk d.
+
+    Example:
+        2 ranks, 1 token of 8 fp32 elements (a row of 2 packets, slice j is packet j), lag 1. Round 0: rank 0 pushes
+        packet 1 to rank 1's scatter area, rank 1 pushes packet 0 to rank 0's. Round 1: rank 0 sums packet 0 and stores
+        the sum in both gather areas, rank 1 does so with packet 1. Round 2: each rank normalises the gathered row.
     """
-    peers = (q0, q1, q2, q3, q4, q5, q6)
+    tokens, row = shape
     epoch = read_counter(local, EPOCH_OFFSET)
     block, grid = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     share = (row + WORLD_SIZE - 1) // WORLD_SIZE
     ring = tl.minimum(num_chunks, 2 * lag + 1)
 
     for c in tl.range(0, num_chunks + 2 * lag):
+        # 1. Push chunk c of slice j to rank j.
         if c < num_chunks:
             chunk, top = (c % ring * grid + block) * rows, block + c * rows * grid
             push_chunk(x, peers, local, scatter, chunk, top, grid, rows, tokens, row, share, rank, WORLD_SIZE, BLOCK)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 * c + 1, WORLD_SIZE)
+            arrive(peers, rank, epoch + 2 * c + 1, WORLD_SIZE)
+        # 2. Sum chunk c − lag of the own slices, push the sums to every rank.
         if (c >= lag) & (c < num_chunks + lag):
             d = c - lag
             chunk, top = (d % ring * grid + block) * rows, block + d * rows * grid
@@ -208,7 +226,8 @@ def rms_norm_two_shot_kernel(
                 x, peers, local, scatter, gather, chunk, top, grid, rows, tokens, row, share, rank,
                 WORLD_SIZE, DTYPE, THREADS,
             )  # fmt: skip
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 * c + 2, WORLD_SIZE)
+            arrive(peers, rank, epoch + 2 * c + 2, WORLD_SIZE)
+        # 3. Take the gathered rows of chunk c − 2 · lag through bias, residual and norm.
         if c >= 2 * lag:
             e = c - 2 * lag
             chunk, top = (e % ring * grid + block) * rows, block + e * rows * grid
@@ -226,8 +245,8 @@ class TwoShot(RmsNormVariant, registered=True):
     name = "two_shot"
     summary = "rows in chunks through reduce-scatter, all-gather and norm, ordered by flags; best for many tokens"
     kernels = (rms_norm_two_shot_kernel,)
-    areas = ("scatter", "gather", "num_chunks", "rows", "lag")
-    host_wish: Mapping[str, float] = {**HOST_GRID, "rows": 1}
+    trailing_arguments = ("scatter", "gather", "num_chunks", "rows", "lag")
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "rows": 1}
     space = Space(
         {
             "num_blocks": Choice(1, 2, 8, 32, 64, 128, 132, 264),
@@ -264,7 +283,7 @@ class TwoShot(RmsNormVariant, registered=True):
         counted = {**config, "num_chunks": self.num_rounds(problem, config)}
         return super().arguments(problem, counted, workspace)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         tokens = problem.shape[0]
         rows = 1 if tokens < 1024 else 4
         return {"num_blocks": min(tokens, 132), "num_warps": row_warps(problem), "rows": rows, "lag": 1}

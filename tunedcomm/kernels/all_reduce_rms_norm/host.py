@@ -33,13 +33,13 @@ class HostRmsNorm(HostUnfused, registered=True):
         import torch
 
         reduce, (tokens, hidden) = self.collectives(problem, config)[0].bind(workspace), problem.shape
-        step = max(_ELEMENTS // hidden, 1)
+        max_rows = max(_ELEMENTS // hidden, 1)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             given, h = given_of(problem, inputs), outputs[1].view(tokens, hidden)
             shared = given.residual is not None and given.residual.data_ptr() == h.data_ptr()
             s = torch.empty_like(h) if shared else h
             reduce((given.x,), (s,), stream)
-            norm_rows(problem, given, s, outputs, step)
+            norm_rows(problem, given, s, outputs, max_rows)
 
         return run

@@ -1,6 +1,6 @@
 """lamport, two_shot_lamport: packets that announce themselves, then the norm of whole rows by a block each.
 
-Packets, stages and clearing are those of all_reduce's `lamport`, for the same reasons.
+Packets, stages and clearing are as in all_reduce's `lamport`, for the same reasons.
 
 **lamport**, one-shot: all blocks share the pushing, packet by packet, so that a single row leaves through many SMs; row
 r is then awaited, summed and normalised by block r mod grid alone, blocks behind the last row only push. Every rank has
@@ -22,112 +22,76 @@ from collections.abc import Mapping
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_reduce.op import refuse_empty_slices, slice_packets
 from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import refuse_stage
-from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.packets import PACKET_BYTES, arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
+from tunedcomm.kernels.common.lamport import begin_call, end_call, exchange_slices, launch_next, push_to_all, take_sum
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.sync import SENTINEL, load_packets, poll_from, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
 
 @triton.jit
 def rms_norm_lamport_kernel(
-    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
-    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    x, weight, bias, residual, scale, out, residual_out, eps, shape,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
     BLOCK: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Push all packets, then row by row: poll, sum, add, normalise."""
-    if PDL and not INTERPRET:
-        gdc_wait()
-    peers = (q0, q1, q2, q3, q4, q5, q6)
-    calls = read_counter(local, STATE_OFFSET)
-    stage = arena + (calls & 1) * stage_bytes
+    tokens, row = shape
+    calls, stage = begin_call(local, arena, stage_bytes, PDL)
     total = tokens.to(tl.int64) * row
 
-    lanes, first, step = block_range(THREADS)
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
-        w0, w1, w2, w3 = load_packets(x + packet * 16, here)
-        w0, w1, w2, w3 = arm(w0), arm(w1), arm(w2), arm(w3)
-        place = stage + (rank * total + packet) * 16
-        for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + place, w0, w1, w2, w3, here, REMOTE=True)
-    if PDL and not INTERPRET:
-        gdc_launch_dependents()
+    # 1. Push the own packets into slot `rank` of every peer's stage.
+    push_to_all(x, total, stage, peers, rank, WORLD_SIZE, THREADS)
+    launch_next(PDL)
 
     at = tl.arange(0, BLOCK).to(tl.int64)
-    here = at < row
+    mask = at < row
     empty = tl.full((BLOCK,), SENTINEL, tl.int32)
-    of_row = load_packets(weight + at * 16, here & (tl.program_id(0) < tokens))
+    of_row = load_packets(weight + at * 16, mask & (tl.program_id(0) < tokens))
+    # 2. Row by row: poll the peers' packets, clear their places, sum, add, normalise.
     for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         packet = at + r * row
-        own = load_packets(x + packet * 16, here)
-        b, extra = row_extras(bias, residual, at, packet, here, BIAS, RESIDUAL)
-        place = local + stage + packet * 16
-        words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
-        for i in tl.static_range(WORLD_SIZE):
-            store_packets(place + i * total * 16, empty, empty, empty, empty, here & (rank != i))
-        s = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
+        own = load_packets(x + packet * 16, mask)
+        b, extra = row_extras(bias, residual, at, packet, mask, BIAS, RESIDUAL)
+        slot = local + stage + packet * 16
+        s = take_sum(own, slot, total * 16, empty, mask, rank, timeout_ns, status, DTYPE, False, WORLD_SIZE)
         finish_row(
-            s, b, extra, of_row, out, residual_out, scale, eps, row, packet, here, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
+            s, b, extra, of_row, out, residual_out, scale, eps, row, packet, mask, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
         )
-    write_counter(local, calls + 1, STATE_OFFSET)
+    end_call(local, calls)
 
 
 @triton.jit
 def rms_norm_two_shot_lamport_kernel(
-    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
-    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    x, weight, bias, residual, scale, out, residual_out, eps, shape,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
     BLOCK: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Push all slices, reduce the own one and push its sums, finish the gathered rows."""
-    if PDL and not INTERPRET:
-        gdc_wait()
-    peers = (q0, q1, q2, q3, q4, q5, q6)
-    calls = read_counter(local, STATE_OFFSET)
-    scatter = arena + (calls & 1) * stage_bytes
+    tokens, row = shape
+    calls, scatter = begin_call(local, arena, stage_bytes, PDL)
     total = tokens.to(tl.int64) * row
     share = (total + WORLD_SIZE - 1) // WORLD_SIZE
     gather = scatter + WORLD_SIZE * share * 16
 
-    lanes, first, step = block_range(THREADS)
-    nothing = tl.full((THREADS,), SENTINEL, tl.int32)
-    for start in tl.range(first, share, step):
-        place = scatter + (rank * share + start + lanes) * 16
-        for i in tl.static_range(WORLD_SIZE - 1):
-            packet = (rank + 1 + i) % WORLD_SIZE * share + start + lanes
-            here = (start + lanes < share) & (packet < total)
-            w0, w1, w2, w3 = load_packets(x + packet * 16, here)
-            store_packets(peers[i] + place, arm(w0), arm(w1), arm(w2), arm(w3), here, REMOTE=True)
-
-    for start in tl.range(first, share, step):
-        packet = rank * share + start + lanes
-        here = (start + lanes < share) & (packet < total)
-        own = load_packets(x + packet * 16, here)
-        place = local + scatter + (start + lanes) * 16
-        words = poll_packets(place, share * 16, here, rank, timeout_ns, status, WORLD_SIZE)
-        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
-        s0, s1, s2, s3 = arm(s0), arm(s1), arm(s2), arm(s3)
-        for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + gather + packet * 16, s0, s1, s2, s3, here, REMOTE=True)
-        store_packets(local + gather + packet * 16, s0, s1, s2, s3, here, REMOTE=True)
-        for i in tl.static_range(WORLD_SIZE):
-            store_packets(place + i * share * 16, nothing, nothing, nothing, nothing, here & (rank != i))
-    if PDL and not INTERPRET:
-        gdc_launch_dependents()
+    # 1. Push slice j to rank j, sum the own slice, push the sums to every rank.
+    exchange_slices(
+        x, scatter, gather, total, share, local, peers, rank, timeout_ns, status, DTYPE, WORLD_SIZE, THREADS
+    )
+    launch_next(PDL)
 
     at = tl.arange(0, BLOCK).to(tl.int64)
     of_row = at < row
     empty = tl.full((BLOCK,), SENTINEL, tl.int32)
     weights = load_packets(weight + at * 16, of_row & (tl.program_id(0) < tokens))
+    # 2. Row by row: poll the sums, clear their places, add, normalise.
     for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         packet = at + r * row
         b, extra = row_extras(bias, residual, at, packet, of_row, BIAS, RESIDUAL)
@@ -138,13 +102,13 @@ def rms_norm_two_shot_lamport_kernel(
         finish_row(
             s, b, extra, weights, out, residual_out, scale, eps, row, packet, of_row, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
         )
-    write_counter(local, calls + 1, STATE_OFFSET)
+    end_call(local, calls)
 
 
 class _OfPackets(RmsNormVariant):
     """A variant whose blocks share the pushing and summing of packets, then take rows; `work_packets` are pushed."""
 
-    areas = ("arena", "stage_bytes")
+    trailing_arguments = ("arena", "stage_bytes")
     space = Space(
         {
             "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
@@ -152,10 +116,10 @@ class _OfPackets(RmsNormVariant):
             "launch_pdl": Choice(False, True),
         }
     )
-    host_wish: Mapping[str, float] = {"num_blocks": 1, "num_warps": 16}
+    host_preferred: Mapping[str, float] = {"num_blocks": 1, "num_warps": 16}
     mixed = True
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         warps = row_warps(problem)
         blocks = max(problem.shape[0], self.work_packets(problem) / (32 * warps))
         return {"num_blocks": min(blocks, 128), "num_warps": warps}

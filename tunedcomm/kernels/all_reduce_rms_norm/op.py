@@ -25,14 +25,24 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tunedcomm.fp8 import E4M3_MAX, GROUP, to_e4m3
 from tunedcomm.kernels.all_reduce.op import library_reduction, refuse_rows
 from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_block
 from tunedcomm.kernels.common.feasibility import Launch, refuse_residence
 from tunedcomm.kernels.common.in_order import InOrderVariant, reduce_in_order
+from tunedcomm.kernels.common.launch import Argument
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
-from tunedcomm.kernels.common.reference import SUM_DTYPES, draw, generator_of, ordered_sum, row_shapes, with_extras
+from tunedcomm.kernels.common.reference import (
+    SUM_DTYPES,
+    draw,
+    generator_of,
+    hidden_rows,
+    ordered_sum,
+    row_shapes,
+    with_extras,
+)
 from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace
-from tunedcomm.metrics import busbw_factor
+from tunedcomm.metrics import all_reduce_factor
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
 
@@ -40,10 +50,8 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-6  # of launches without an eps of their own
-E4M3_MAX = 448.0
 OFFSET = 1.0  # of launches without one of their own
-GROUP = 128  # columns that share a scale
-LEAST_AMAX = 1e-10
+MIN_AMAX = 1e-10
 _INFINITY = 0x7F800000  # bits of fp32
 _SCALES = 2  # among the outputs
 _SCALE_ROWS = 4  # columns of scales begin at multiples of 16 bytes, as TMA descriptors want
@@ -55,7 +63,7 @@ _FORMS = [
     ),
 ]
 _ELEMENTS = 1 << 22  # of the rows that `in_order` normalises together
-_FEWEST_SHARE = 4  # grids below a quarter of the rows that could run side by side never win
+_MIN_SHARE = 4  # grids below a quarter of the rows that could run side by side never win
 
 
 class Form(NamedTuple):
@@ -94,7 +102,7 @@ class Form(NamedTuple):
         return (0,) if not count else (count, padded) if self.columns else (rows, count)
 
     def scale_strides(self, rows: int, hidden: int) -> tuple[int, int]:
-        """Distance of the scales of one row and the next, and of those of one row."""
+        """Distance of the scales of one row and the next, and of one row's scales."""
         shape = self.scales_shape(rows, hidden)
         return (1, int(shape[-1])) if self.columns else (int(shape[-1]), 1)
 
@@ -142,9 +150,9 @@ class Given(NamedTuple):
 
 def write(problem: Problem, outputs: tuple[Any, ...], found: tuple[Any, ...], rows: slice = slice(None)) -> None:
     """Write (y, h, scales, norm) of some rows to a launch's outputs."""
-    for number, (output, rows_of_it) in enumerate(zip(outputs, found, strict=True)):
+    for index, (output, rows_of_it) in enumerate(zip(outputs, found, strict=True)):
         if rows_of_it.numel():
-            whole = scales_view(problem, output) if number == _SCALES else output.view(problem.shape)
+            whole = scales_view(problem, output) if index == _SCALES else output.view(problem.shape)
             whole[rows] = rows_of_it
 
 
@@ -172,7 +180,7 @@ def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any)
     if "residual" in problem.layout:
         found.append(draw(shape, problem.dtype, shared, kind))
     if form_of(problem).quantize == "fp8":
-        found.append(torch.full((1,), 0.03, device=device))
+        found.append(torch.full((1,), 0.03, dtype=torch.float32, device=device))
     return tuple(found)
 
 
@@ -220,7 +228,7 @@ def ordered_norm(h: torch.Tensor, given: Given) -> torch.Tensor:
     """Y of the stored h in fp32, or of fp64 in that, before it is rounded.
 
     Divisors are tensors on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs. Its fp32
-    root on CPUs may be a bit off, that of fp64 rounded to fp32 is not.
+    root on CPUs may be a bit off, the root of fp64 rounded to fp32 is not.
     """
     import torch
 
@@ -231,11 +239,11 @@ def ordered_norm(h: torch.Tensor, given: Given) -> torch.Tensor:
     return h.to(total.dtype) * factor * _weight(given, total.dtype)
 
 
-def norm_rows(problem: Problem, given: Given, s: torch.Tensor, outputs: tuple[Any, ...], step: int) -> None:
-    """Fill in a launch's outputs from the sum s, `step` rows at a time; s may be residual_out."""
+def norm_rows(problem: Problem, given: Given, s: torch.Tensor, outputs: tuple[Any, ...], max_rows: int) -> None:
+    """Fill in a launch's outputs from the sum s, `max_rows` rows at a time; s may be residual_out."""
     form = form_of(problem)
-    for first in range(0, len(s), step):
-        rows = slice(first, first + step)
+    for first in range(0, len(s), max_rows):
+        rows = slice(first, first + max_rows)
         extras = given.as_rows(problem, rows)
         held = with_extras(s[rows], extras.bias, extras.residual)
         y, *more = finish(form, ordered_norm(held, given), held.dtype, given.scale)
@@ -248,7 +256,7 @@ def _weight(given: Given, dtype: torch.dtype) -> torch.Tensor:
 
 
 def finish(form: Form, y: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """The output, and of a form that is not basic scales and norm, of y in fp32 or fp64 and the payload's dtype.
+    """The output for y in fp32 or fp64; for a form that is not basic, scales and norm, too.
 
     Scales that are not rounded to powers of two have the dtype of y.
     """
@@ -260,7 +268,7 @@ def finish(form: Form, y: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor 
         found = to_e4m3(y * (torch.ones_like(scale) / scale))
     elif count := form.num_scales(y.shape[-1]):
         groups = rounded.to(y.dtype).unflatten(-1, (count, -1))
-        amax = groups.abs().amax(-1).clamp_min(LEAST_AMAX)
+        amax = groups.abs().amax(-1).clamp_min(MIN_AMAX)
         scales = amax / torch.full_like(amax, E4M3_MAX)
         if form.pow2:
             bits = scales.float().view(torch.int32)
@@ -300,16 +308,16 @@ def _square_sum(h: torch.Tensor) -> torch.Tensor:
     return butterfly(total)
 
 
-def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """fp32 in e4m3, saturated."""
-    import torch
-
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
 def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
     narrower = [(tokens, hidden) for hidden in (4096, 5120) for tokens in (1, 16, 128, 1024)]
     return [*row_shapes(backend, itemsize), *(narrower if backend == "cuda" else ())]
+
+
+def _related_forms(problem: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    base, *more = problem.scaling.split("+")
+    # Forms that quantise with computed scales have kernels of their own.
+    has_own = more or base not in ("", "fp8") or "offset" in problem.layout or "full_bias" in problem.layout
+    return ("residual", "bias+residual", "", "bias"), (base, *(("token", "group128") if has_own else ("",)))
 
 
 _LAYOUTS = (
@@ -338,11 +346,13 @@ ALL_REDUCE_RMS_NORM = register_op(
             "group128": 5e-2,
         },
         message_bytes=lambda problem: problem.nbytes,
-        busbw_factor=lambda world_size: busbw_factor("all_reduce", world_size),
+        busbw_factor=all_reduce_factor,
         default_shapes=_default_shapes,
         ordered_reference=_ordered_reference,
         layouts=_LAYOUTS,
         scalings=("", "fp8", *_FORMS),
+        related_forms=_related_forms,
+        model_shapes=hidden_rows,
     )
 )
 
@@ -363,40 +373,7 @@ def row_warps(problem: Problem) -> int:
     return max(1, min(row_block(row_packets(problem)) // 32, 16))
 
 
-class RowKernels:
-    """Forms that kernels over rows serve, and arguments that they take: the basic forms; others are in `quantized`."""
-
-    num_varying = 8  # x, weight, bias, residual, scale, out, residual_out, eps
-
-    def refuse(self, problem: Problem) -> str | None:
-        """Return why the kernels do not serve the problem's form, or None."""
-        return None if form_of(problem).is_basic else "its form asks for more than the norm; see the variants quantized"
-
-    def leading(self, problem: Problem) -> tuple[int | None, ...]:
-        """Arguments before the lane; None for those that vary."""
-        return (*(None,) * self.num_varying, problem.shape[0], row_packets(problem))
-
-    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-        """Arguments that vary from launch to launch: addresses, 0 for absent tensors, and the bits of eps."""
-        given = given_of(problem, inputs)
-        tensors = (*given[:5], *outputs)
-        return (*(0 if tensor is None else int(tensor.data_ptr()) for tensor in tensors), eps_bits(given.eps))
-
-    def constants(self, problem: Problem) -> dict[str, Value]:
-        """Constants besides those of the protocol."""
-        return {
-            "DTYPE": problem.dtype,
-            "BIAS": "bias" in problem.layout,
-            "RESIDUAL": "residual" in problem.layout,
-            "FP8": problem.scaling == "fp8",
-            "BLOCK": row_block(row_packets(problem)),
-        }
-
-
-BASIC_ROWS = RowKernels()
-
-
-def refuse_row_warps(problem: Problem, limits: Limits, num_warps: int, *, slots: int = 1) -> str | None:
+def refuse_row_warps(problem: Problem, limits: Limits, num_warps: int, *, slots: int) -> str | None:
     """Return why blocks of so many warps cannot hold rows of `problem`, or None.
 
     Args:
@@ -420,21 +397,25 @@ def refuse_row_warps(problem: Problem, limits: Limits, num_warps: int, *, slots:
 
 
 class RmsNormVariant(KernelVariant):
-    """A variant whose kernel takes what varies, tokens and packets of a row before the lane.
+    """A variant for the basic forms, which works row by row; variants of the other forms are in `quantized`.
 
     Attributes:
-        rows: arguments and constants of the kernel.
+        num_varying: arguments that vary: x, weight, bias, residual, scale, out, residual_out, eps.
         slots: ranks from which a thread holds packets of a row at once; 0 for all of them.
         mixed: blocks wait for what other blocks than their counterparts send.
     """
 
     op = "all_reduce_rms_norm"
-    rows: RowKernels = BASIC_ROWS
+    num_varying = 8
     slots = 0
     mixed = False
 
+    def refuse_form(self, problem: Problem) -> str | None:
+        """Return why the kernel does not serve the problem's form, or None."""
+        return None if form_of(problem).is_basic else "its form asks for more than the norm; see the variants quantized"
+
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        return self.rows.refuse(problem) or refuse_rows(problem, limits)
+        return self.refuse_form(problem) or refuse_rows(problem, limits)
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         slots = self.slots or problem.world_size
@@ -450,18 +431,29 @@ class RmsNormVariant(KernelVariant):
             return "interpreted blocks run one after another, so none may wait for a later one: only num_blocks=1"
         if blocks >= 2 * max(tokens, -(-packets // threads)):
             return f"{tokens} rows of {packets} packets in all leave half of {blocks} blocks without work"
-        if limits.backend == "cuda" and _FEWEST_SHARE * blocks < min(tokens, limits.num_sms):
+        if limits.backend == "cuda" and _MIN_SHARE * blocks < min(tokens, limits.num_sms):
             return f"{blocks} blocks leave most SMs idle at {tokens} rows"
         return None
 
-    def leading(self, problem: Problem) -> tuple[int | None, ...]:
-        return self.rows.leading(problem)
+    def first_arguments(self, problem: Problem) -> tuple[Argument | None, ...]:
+        """None for each argument that varies, then the shape: (tokens, packets of a row)."""
+        return (*(None,) * self.num_varying, (problem.shape[0], row_packets(problem)))
 
-    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-        return self.rows.arrange(problem, inputs, outputs)
+    def addresses(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+        """Arguments that vary from launch to launch: addresses, 0 for absent tensors, and the bits of eps."""
+        given = given_of(problem, inputs)
+        tensors = (*given[:5], *outputs)
+        return (*(0 if tensor is None else int(tensor.data_ptr()) for tensor in tensors), eps_bits(given.eps))
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        constants = {**self.rows.constants(problem), "WORLD_SIZE": problem.world_size}
+        constants: dict[str, Value] = {
+            "WORLD_SIZE": problem.world_size,
+            "DTYPE": problem.dtype,
+            "BIAS": "bias" in problem.layout,
+            "RESIDUAL": "residual" in problem.layout,
+            "FP8": problem.scaling == "fp8",
+            "BLOCK": row_block(row_packets(problem)),
+        }
         if "THREADS" in self.kernel(problem).arg_names:
             constants["THREADS"] = 32 * int(config["num_warps"])
         return constants
@@ -472,7 +464,7 @@ class RmsNormVariant(KernelVariant):
 
 
 def add_and_norm(s: torch.Tensor, given: Given, form: Form) -> tuple[torch.Tensor, ...]:
-    """(y, h), and scales and norm of a form that is not basic, of a sum, as a model would write it."""
+    """Compute (y, h) from a sum as a model would; for a form that is not basic, scales and norm, too."""
     import torch
 
     wide = torch.promote_types(s.dtype, torch.float32)
@@ -513,7 +505,7 @@ class Library(LibraryVariant, registered=True):
 
 
 class InOrder(InOrderVariant, registered=True):
-    """Norms row by row; that of fp64 follows the rule of `rows` in fp64."""
+    """Norms row by row; the norm of fp64 follows the rule of `rows` in fp64."""
 
     op = "all_reduce_rms_norm"
 

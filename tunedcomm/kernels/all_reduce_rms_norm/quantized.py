@@ -1,6 +1,6 @@
 """The forms of all_reduce_rms_norm that are not basic: fp8 with scales made on the way, the norm beside, an offset.
 
-Protocols, areas, flags and lane rules are those of the variants whose names these have without `_quantized`, and so are
+Protocols, areas, flags and lane rules are as in the variants whose names these have without `_quantized`, and so are
 the spaces; only the end of a row differs (`rows.finish_form`). They are variants of their own because a variant has one
 source hash: an edit here does not retire what was measured of the basic forms, and one there leaves these rows alone.
 
@@ -13,125 +13,81 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS
+from tunedcomm.fp8 import GROUP
 from tunedcomm.kernels.all_reduce_rms_norm.flags import TwoShot, push_chunk, reduce_chunk
 from tunedcomm.kernels.all_reduce_rms_norm.lamport import Lamport, TwoShotLamport
-from tunedcomm.kernels.all_reduce_rms_norm.op import GROUP, RowKernels, eps_bits, form_of, given_of, row_packets
+from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, eps_bits, form_of, given_of, row_packets
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_form, row_block, row_extras
-from tunedcomm.kernels.all_reduce_rms_norm.unfused import Unfused
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    STATE_OFFSET,
-    arrive,
-    await_peers,
-    block_range,
-    read_counter,
-    write_counter,
-)
-from tunedcomm.kernels.common.packets import arm, insert_own, sum_packets
-from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
+from tunedcomm.kernels.common.lamport import begin_call, end_call, exchange_slices, launch_next, push_to_all, take_sum
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels.common.launch import Argument
+from tunedcomm.kernels.common.sync import SENTINEL, load_packets, poll_from, store_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem
 
 
 @triton.jit
 def form_lamport_kernel(
-    x, weight, bias, residual, scale, out, residual_out, scales, norm_out, eps, offset, tokens, row, row_step,
-    scale_step, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    x, weight, bias, residual, scale, out, residual_out, scales, norm_out, eps, offset, shape, scale_strides,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, FULL: tl.constexpr, RESIDUAL: tl.constexpr,
     QUANTIZE: tl.constexpr, NORM: tl.constexpr, POW2: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
     THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Push all packets, then row by row: poll, sum, add, normalise, quantise."""
-    if PDL and not INTERPRET:
-        gdc_wait()
-    peers = (q0, q1, q2, q3, q4, q5, q6)
-    calls = read_counter(local, STATE_OFFSET)
-    stage = arena + (calls & 1) * stage_bytes
+    tokens, row = shape
+    calls, stage = begin_call(local, arena, stage_bytes, PDL)
     total = tokens.to(tl.int64) * row
 
-    lanes, first, step = block_range(THREADS)
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
-        w0, w1, w2, w3 = load_packets(x + packet * 16, here)
-        w0, w1, w2, w3 = arm(w0), arm(w1), arm(w2), arm(w3)
-        place = stage + (rank * total + packet) * 16
-        for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + place, w0, w1, w2, w3, here, REMOTE=True)
-    if PDL and not INTERPRET:
-        gdc_launch_dependents()
+    # 1. Push the own packets into slot `rank` of every peer's stage.
+    push_to_all(x, total, stage, peers, rank, WORLD_SIZE, THREADS)
+    launch_next(PDL)
 
     at = tl.arange(0, BLOCK).to(tl.int64)
-    here = at < row
+    mask = at < row
     empty = tl.full((BLOCK,), SENTINEL, tl.int32)
-    of_row = load_packets(weight + at * 16, here & (tl.program_id(0) < tokens))
+    of_row = load_packets(weight + at * 16, mask & (tl.program_id(0) < tokens))
+    # 2. Row by row: poll the peers' packets, clear their places, sum, add, normalise.
     for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         packet = at + r * row
-        own = load_packets(x + packet * 16, here)
-        b, extra = row_extras(bias, residual, packet if FULL else at, packet, here, BIAS, RESIDUAL)
-        place = local + stage + packet * 16
-        words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
-        for i in tl.static_range(WORLD_SIZE):
-            store_packets(place + i * total * 16, empty, empty, empty, empty, here & (rank != i))
-        s = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
+        own = load_packets(x + packet * 16, mask)
+        b, extra = row_extras(bias, residual, packet if FULL else at, packet, mask, BIAS, RESIDUAL)
+        slot = local + stage + packet * 16
+        s = take_sum(own, slot, total * 16, empty, mask, rank, timeout_ns, status, DTYPE, False, WORLD_SIZE)
         finish_form(
-            s, b, extra, of_row, out, residual_out, scale, scales, norm_out, eps, offset, row, r, row_step, scale_step,
-            packet, here, r < tokens, DTYPE, BIAS, RESIDUAL, QUANTIZE, NORM, POW2, OFFSET, BLOCK,
+            s, b, extra, of_row, out, residual_out, scale, scales, norm_out, eps, offset, row, r, scale_strides,
+            packet, mask, r < tokens, DTYPE, BIAS, RESIDUAL, QUANTIZE, NORM, POW2, OFFSET, BLOCK,
         )  # fmt: skip
-    write_counter(local, calls + 1, STATE_OFFSET)
+    end_call(local, calls)
 
 
 @triton.jit
 def form_two_shot_lamport_kernel(
-    x, weight, bias, residual, scale, out, residual_out, scales, norm_out, eps, offset, tokens, row, row_step,
-    scale_step, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    x, weight, bias, residual, scale, out, residual_out, scales, norm_out, eps, offset, shape, scale_strides,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, FULL: tl.constexpr, RESIDUAL: tl.constexpr,
     QUANTIZE: tl.constexpr, NORM: tl.constexpr, POW2: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
     THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Push all slices, reduce the own one and push its sums, finish the gathered rows."""
-    if PDL and not INTERPRET:
-        gdc_wait()
-    peers = (q0, q1, q2, q3, q4, q5, q6)
-    calls = read_counter(local, STATE_OFFSET)
-    scatter = arena + (calls & 1) * stage_bytes
+    tokens, row = shape
+    calls, scatter = begin_call(local, arena, stage_bytes, PDL)
     total = tokens.to(tl.int64) * row
     share = (total + WORLD_SIZE - 1) // WORLD_SIZE
     gather = scatter + WORLD_SIZE * share * 16
 
-    lanes, first, step = block_range(THREADS)
-    nothing = tl.full((THREADS,), SENTINEL, tl.int32)
-    for start in tl.range(first, share, step):
-        place = scatter + (rank * share + start + lanes) * 16
-        for i in tl.static_range(WORLD_SIZE - 1):
-            packet = (rank + 1 + i) % WORLD_SIZE * share + start + lanes
-            here = (start + lanes < share) & (packet < total)
-            w0, w1, w2, w3 = load_packets(x + packet * 16, here)
-            store_packets(peers[i] + place, arm(w0), arm(w1), arm(w2), arm(w3), here, REMOTE=True)
-
-    for start in tl.range(first, share, step):
-        packet = rank * share + start + lanes
-        here = (start + lanes < share) & (packet < total)
-        own = load_packets(x + packet * 16, here)
-        place = local + scatter + (start + lanes) * 16
-        words = poll_packets(place, share * 16, here, rank, timeout_ns, status, WORLD_SIZE)
-        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
-        s0, s1, s2, s3 = arm(s0), arm(s1), arm(s2), arm(s3)
-        for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + gather + packet * 16, s0, s1, s2, s3, here, REMOTE=True)
-        store_packets(local + gather + packet * 16, s0, s1, s2, s3, here, REMOTE=True)
-        for i in tl.static_range(WORLD_SIZE):
-            store_packets(place + i * share * 16, nothing, nothing, nothing, nothing, here & (rank != i))
-    if PDL and not INTERPRET:
-        gdc_launch_dependents()
+    # 1. Push slice j to rank j, sum the own slice, push the sums to every rank.
+    exchange_slices(
+        x, scatter, gather, total, share, local, peers, rank, timeout_ns, status, DTYPE, WORLD_SIZE, THREADS
+    )
+    launch_next(PDL)
 
     at = tl.arange(0, BLOCK).to(tl.int64)
     of_row = at < row
     empty = tl.full((BLOCK,), SENTINEL, tl.int32)
     weights = load_packets(weight + at * 16, of_row & (tl.program_id(0) < tokens))
+    # 2. Row by row: poll the sums, clear their places, add, normalise.
     for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         packet = at + r * row
         b, extra = row_extras(bias, residual, packet if FULL else at, packet, of_row, BIAS, RESIDUAL)
@@ -140,22 +96,22 @@ def form_two_shot_lamport_kernel(
         s = poll_from(place, of_row, owner, timeout_ns, status)
         store_packets(place, empty, empty, empty, empty, of_row)
         finish_form(
-            s, b, extra, weights, out, residual_out, scale, scales, norm_out, eps, offset, row, r, row_step, scale_step,
+            s, b, extra, weights, out, residual_out, scale, scales, norm_out, eps, offset, row, r, scale_strides,
             packet, of_row, r < tokens, DTYPE, BIAS, RESIDUAL, QUANTIZE, NORM, POW2, OFFSET, BLOCK,
         )  # fmt: skip
-    write_counter(local, calls + 1, STATE_OFFSET)
+    end_call(local, calls)
 
 
 @triton.jit
 def form_two_shot_kernel(
-    x, weight, bias, residual, scale, out, residual_out, scales, norm_out, eps, offset, tokens, row, row_step,
-    scale_step, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, gather, num_chunks, rows, lag,
+    x, weight, bias, residual, scale, out, residual_out, scales, norm_out, eps, offset, shape, scale_strides,
+    local, peers, rank, timeout_ns, status, scatter, gather, num_chunks, rows, lag,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, FULL: tl.constexpr, RESIDUAL: tl.constexpr,
     QUANTIZE: tl.constexpr, NORM: tl.constexpr, POW2: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
     """In round c: push chunk c, reduce chunk c − lag, finish chunk c − 2 · lag; flags as in `flags`."""
-    peers = (q0, q1, q2, q3, q4, q5, q6)
+    tokens, row = shape
     epoch = read_counter(local, EPOCH_OFFSET)
     block, grid = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     share = (row + WORLD_SIZE - 1) // WORLD_SIZE
@@ -163,10 +119,12 @@ def form_two_shot_kernel(
     at = tl.arange(0, BLOCK).to(tl.int64)
 
     for c in tl.range(0, num_chunks + 2 * lag):
+        # 1. Push chunk c of slice j to rank j.
         if c < num_chunks:
             chunk, top = (c % ring * grid + block) * rows, block + c * rows * grid
             push_chunk(x, peers, local, scatter, chunk, top, grid, rows, tokens, row, share, rank, WORLD_SIZE, BLOCK)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 * c + 1, WORLD_SIZE)
+            arrive(peers, rank, epoch + 2 * c + 1, WORLD_SIZE)
+        # 2. Sum chunk c − lag of the own slices, push the sums to every rank.
         if (c >= lag) & (c < num_chunks + lag):
             d = c - lag
             chunk, top = (d % ring * grid + block) * rows, block + d * rows * grid
@@ -175,7 +133,8 @@ def form_two_shot_kernel(
                 x, peers, local, scatter, gather, chunk, top, grid, rows, tokens, row, share, rank,
                 WORLD_SIZE, DTYPE, THREADS,
             )  # fmt: skip
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 * c + 2, WORLD_SIZE)
+            arrive(peers, rank, epoch + 2 * c + 2, WORLD_SIZE)
+        # 3. Take the gathered rows of chunk c − 2 · lag through bias, residual and norm.
         if c >= 2 * lag:
             e = c - 2 * lag
             chunk, top = (e % ring * grid + block) * rows, block + e * rows * grid
@@ -183,43 +142,38 @@ def form_two_shot_kernel(
             weights = load_packets(weight + at * 16, at < row)
             for j in tl.range(0, rows):
                 r = top + j * grid
-                here, packet = (at < row) & (r < tokens), r * row + at
-                s = load_packets(local + gather + ((chunk + j) * row + at) * 16, here)
-                b, extra = row_extras(bias, residual, packet if FULL else at, packet, here, BIAS, RESIDUAL)
+                mask, packet = (at < row) & (r < tokens), r * row + at
+                s = load_packets(local + gather + ((chunk + j) * row + at) * 16, mask)
+                b, extra = row_extras(bias, residual, packet if FULL else at, packet, mask, BIAS, RESIDUAL)
                 finish_form(
-                    s, b, extra, weights, out, residual_out, scale, scales, norm_out, eps, offset, row, r, row_step,
-                    scale_step, packet, here, r < tokens, DTYPE, BIAS, RESIDUAL, QUANTIZE, NORM, POW2, OFFSET, BLOCK,
+                    s, b, extra, weights, out, residual_out, scale, scales, norm_out, eps, offset, row, r,
+                    scale_strides, packet, mask, r < tokens, DTYPE, BIAS, RESIDUAL, QUANTIZE, NORM, POW2, OFFSET, BLOCK,
                 )  # fmt: skip
     write_counter(local, epoch + 2 * (num_chunks + lag), EPOCH_OFFSET)
 
 
-@triton.jit
-def form_rows_kernel(
-    s, weight, bias, residual, scale, out, residual_out, scales, norm_out, eps, offset, tokens, row, row_step,
-    scale_step,
-    DTYPE: tl.constexpr, BIAS: tl.constexpr, FULL: tl.constexpr, RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr,
-    NORM: tl.constexpr, POW2: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Rows that hold sums; no peers."""
-    if PDL and not INTERPRET:
-        gdc_wait()
-    at = tl.arange(0, BLOCK).to(tl.int64)
-    here = at < row
-    weights = load_packets(weight + at * 16, here)
-    for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
-        packet = at + r * row
-        words = load_packets(s + packet * 16, here)
-        b, extra = row_extras(bias, residual, packet if FULL else at, packet, here, BIAS, RESIDUAL)
-        finish_form(
-            words, b, extra, weights, out, residual_out, scale, scales, norm_out, eps, offset, row, r, row_step,
-            scale_step, packet, here, r < tokens, DTYPE, BIAS, RESIDUAL, QUANTIZE, NORM, POW2, OFFSET, BLOCK,
-        )  # fmt: skip
+def _refuse_warps(problem: Problem, num_warps: int, most: int) -> str | None:
+    """Return why rows do not fit into blocks of so many warps; None if they do.
+
+    With 512 threads each may hold `most` packets of a row; with more threads one, with fewer any number.
+    """
+    share = -(-row_block(row_packets(problem)) // (32 * num_warps))
+    if num_warps >= 16 and share > (most if num_warps == 16 else 1):
+        return f"{share} packets of a row for each of {32 * num_warps} threads spill what quantising holds besides"
+    return None
 
 
-class _FormKernels(RowKernels):
+class _Forms(RmsNormVariant):
+    """The differences from the variant of a basic form.
+
+    Attributes:
+        max_share: packets of a row that each of 512 threads may hold.
+    """
+
     num_varying = 11  # x, weight, bias, residual, scale, four outputs, eps, offset
+    max_share = 2
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse_form(self, problem: Problem) -> str | None:
         form = form_of(problem)
         if form.is_basic:
             return "the variant without `_quantized` in its name serves this form"
@@ -227,14 +181,14 @@ class _FormKernels(RowKernels):
             return f"rows of {problem.shape[-1]} columns are no whole groups of {GROUP}"
         return None
 
-    def leading(self, problem: Problem) -> tuple[int | None, ...]:
-        return (*super().leading(problem), *form_of(problem).scale_strides(*problem.shape))
+    def first_arguments(self, problem: Problem) -> tuple[Argument | None, ...]:
+        return (*super().first_arguments(problem), form_of(problem).scale_strides(*problem.shape))
 
-    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-        return (*super().arrange(problem, inputs, outputs), eps_bits(given_of(problem, inputs).offset))
+    def addresses(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+        return (*super().addresses(problem, inputs, outputs), eps_bits(given_of(problem, inputs).offset))
 
-    def constants(self, problem: Problem) -> dict[str, Value]:
-        form, constants = form_of(problem), super().constants(problem)
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        form, constants = form_of(problem), super().constants(problem, config)
         del constants["FP8"]
         return {
             **constants,
@@ -245,34 +199,9 @@ class _FormKernels(RowKernels):
             "OFFSET": form.offset,
         }
 
-
-_FORM_ROWS = _FormKernels()
-
-
-def _refuse_warps(problem: Problem, num_warps: int, most: int) -> str | None:
-    """Return why rows do not fit into blocks of so many warps; None if they do.
-
-    Each of 512 threads may hold `most` packets of a row, each of more threads one, each of fewer any number.
-    """
-    share = -(-row_block(row_packets(problem)) // (32 * num_warps))
-    if num_warps >= 16 and share > (most if num_warps == 16 else 1):
-        return f"{share} packets of a row for each of {32 * num_warps} threads spill what quantising holds besides"
-    return None
-
-
-class _Forms:
-    """The differences from the variant of a basic form.
-
-    Attributes:
-        most_share: packets of a row that each of 512 threads may hold.
-    """
-
-    rows: RowKernels = _FORM_ROWS
-    most_share = 2
-
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        reason = _refuse_warps(problem, int(config["num_warps"]), self.most_share) if limits.backend == "cuda" else None
-        return reason or super().refuse_config(problem, config, limits)  # type: ignore[misc]
+        reason = _refuse_warps(problem, int(config["num_warps"]), self.max_share) if limits.backend == "cuda" else None
+        return reason or super().refuse_config(problem, config, limits)
 
 
 class LamportQuantized(_Forms, Lamport, registered=True):
@@ -291,15 +220,4 @@ class TwoShotQuantized(_Forms, TwoShot, registered=True):
     name = "two_shot_quantized"
     summary = "`two_shot` for scales made on the way, the norm beside and weights with an offset"
     kernels = (form_two_shot_kernel,)
-    most_share = 1
-
-
-class UnfusedQuantized(Unfused, registered=True):
-    name = "unfused_quantized"
-    summary = "an ordered all_reduce kernel, then one kernel that adds, normalises and quantises"
-    kernels = (*SUM_KERNELS, form_rows_kernel)
-    rows: RowKernels = _FORM_ROWS
-
-    def refuse_second(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        reason = _refuse_warps(problem, int(config["norm_warps"]), 2) if limits.backend == "cuda" else None
-        return reason or super().refuse_second(problem, config, limits)
+    max_share = 1

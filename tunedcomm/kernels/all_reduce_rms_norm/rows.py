@@ -20,13 +20,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tunedcomm import fp8
 from tunedcomm.kernels.common.packets import add_extras, narrow, widen
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
 
 MAX_ROW_PACKETS = 2048  # 16384 elements of 16 bits; beyond that a block holds too much of a row in registers
 
-_E4M3_MAX = tl.constexpr(448.0)
-_LEAST_AMAX = tl.constexpr(0x2EDBE6FF)  # 1e-10 as bits of fp32
+_E4M3_MAX = tl.constexpr(fp8.E4M3_MAX)
+_MIN_AMAX = tl.constexpr(0x2EDBE6FF)  # 1e-10 as bits of fp32
 _INFINITY = tl.constexpr(0x7F800000)
 
 
@@ -39,9 +40,9 @@ def row_block(packets: int) -> int:
 def _butterfly(value):
     """Sum over each 32 neighbours, which all of them get."""
     if INTERPRET:
-        lanes = tl.arange(0, value.shape[0])
-        for step in tl.static_range(5):
-            value += tl.gather(value, lanes ^ (16 >> step), 0)
+        offsets = tl.arange(0, value.shape[0])
+        for exponent in tl.static_range(5):
+            value += tl.gather(value, offsets ^ (16 >> exponent), 0)
         return value
     else:
         return tl.inline_asm_elementwise(
@@ -72,11 +73,11 @@ def row_sum(value, BLOCK: tl.constexpr):
     """Sum of one number a packet over the row, in the order of the module's text; every element gets it."""
     value = _butterfly(value)
     if BLOCK > 32:
-        lanes = tl.arange(0, BLOCK)
-        total = tl.gather(value, tl.where((lanes & 31) * 32 < BLOCK, (lanes & 31) * 32, 0), 0)
-        total = tl.where((lanes & 31) * 32 < BLOCK, total, 0.0)
+        offsets = tl.arange(0, BLOCK)
+        total = tl.gather(value, tl.where((offsets & 31) * 32 < BLOCK, (offsets & 31) * 32, 0), 0)
+        total = tl.where((offsets & 31) * 32 < BLOCK, total, 0.0)
         for k in tl.static_range(1, BLOCK // 1024):
-            total += tl.gather(value, (lanes & 31) * 32 + k * 1024, 0)
+            total += tl.gather(value, (offsets & 31) * 32 + k * 1024, 0)
         value = _butterfly(total)
     return value
 
@@ -163,20 +164,24 @@ def _store_words(address, w0, w1, mask, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _store_e4m3(out, packet, e0, e1, e2, e3, inverse, mask, DTYPE: tl.constexpr):
+    """Store packets of (low, high) elements, each multiplied by `inverse`."""
+    if DTYPE == "float32":
+        word = _narrow_e4m3(e0[0] * inverse, e1[0] * inverse) | (_narrow_e4m3(e2[0] * inverse, e3[0] * inverse) << 16)
+        _store_words(out + packet * 4, word, word, mask, 1)
+    else:
+        low = _narrow_e4m3(e0[0] * inverse, e0[1] * inverse) | (_narrow_e4m3(e1[0] * inverse, e1[1] * inverse) << 16)
+        high = _narrow_e4m3(e2[0] * inverse, e2[1] * inverse) | (_narrow_e4m3(e3[0] * inverse, e3[1] * inverse) << 16)
+        _store_words(out + packet * 8, low, high, mask, 2)
+
+
+@triton.jit
 def _write_e4m3(out, packet, h, weight, factor, scale, mask, DTYPE: tl.constexpr):
     """Write y divided by the scale: multiplied by its reciprocal, which is rounded to fp32."""
     inverse = tl.div_rn(1.0, tl.load(scale.to(tl.pointer_type(tl.float32))))
-    a0, b0 = _scaled(h[0], weight[0], factor, DTYPE)
-    a1, b1 = _scaled(h[1], weight[1], factor, DTYPE)
-    a2, b2 = _scaled(h[2], weight[2], factor, DTYPE)
-    a3, b3 = _scaled(h[3], weight[3], factor, DTYPE)
-    if DTYPE == "float32":
-        word = _narrow_e4m3(a0 * inverse, a1 * inverse) | (_narrow_e4m3(a2 * inverse, a3 * inverse) << 16)
-        _store_words(out + packet * 4, word, word, mask, 1)
-    else:
-        low = _narrow_e4m3(a0 * inverse, b0 * inverse) | (_narrow_e4m3(a1 * inverse, b1 * inverse) << 16)
-        high = _narrow_e4m3(a2 * inverse, b2 * inverse) | (_narrow_e4m3(a3 * inverse, b3 * inverse) << 16)
-        _store_words(out + packet * 8, low, high, mask, 2)
+    e0, e1 = _scaled(h[0], weight[0], factor, DTYPE), _scaled(h[1], weight[1], factor, DTYPE)
+    e2, e3 = _scaled(h[2], weight[2], factor, DTYPE), _scaled(h[3], weight[3], factor, DTYPE)
+    _store_e4m3(out, packet, e0, e1, e2, e3, inverse, mask, DTYPE)
 
 
 @triton.jit
@@ -199,6 +204,29 @@ def row_extras(bias, residual, at, packet, mask, BIAS: tl.constexpr, RESIDUAL: t
 
 
 @triton.jit
+def _store_h(s, b, r, residual_out, packet, mask, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
+    """Store the words of h; return them and each packet's sum of squares."""
+    h = add_extras(s, b, r, DTYPE, BIAS, RESIDUAL)
+    store_packets(residual_out + packet * 16, h[0], h[1], h[2], h[3], mask)
+    squares = (_squares(h[0], DTYPE) + _squares(h[1], DTYPE)) + (_squares(h[2], DTYPE) + _squares(h[3], DTYPE))
+    return h, tl.where(mask, squares, 0.0)
+
+
+@triton.jit
+def _columns(row, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns of a row of `row` packets, in fp32."""
+    PER_PACKET: tl.constexpr = 4 if DTYPE == "float32" else 8
+    return tl.zeros((BLOCK,), tl.float32) + (row * PER_PACKET).to(tl.float32)
+
+
+@triton.jit
+def _norm_factor(columns, total, eps, BLOCK: tl.constexpr):
+    """1 / √(total / columns + ε) for the row's sum of squares; `eps` are the bits of an fp32."""
+    root = tl.sqrt_rn(tl.div_rn(total, columns) + eps.to(tl.int32).to(tl.float32, bitcast=True))
+    return tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), root)
+
+
+@triton.jit
 def finish_row(
     s, b, r, weight, out, residual_out, scale, eps, row, packet, mask,
     DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
@@ -212,15 +240,9 @@ def finish_row(
         packet: numbers of the row's packets in the matrix.
         mask: packets of the row.
     """
-    h = add_extras(s, b, r, DTYPE, BIAS, RESIDUAL)
-    store_packets(residual_out + packet * 16, h[0], h[1], h[2], h[3], mask)
-    squares = (_squares(h[0], DTYPE) + _squares(h[1], DTYPE)) + (_squares(h[2], DTYPE) + _squares(h[3], DTYPE))
-    squares = tl.where(mask, squares, 0.0)
-    PER: tl.constexpr = 4 if DTYPE == "float32" else 8
-    hidden = tl.zeros((BLOCK,), tl.float32) + (row * PER).to(tl.float32)
-    mean = tl.div_rn(row_sum(squares, BLOCK), hidden)
-    root = tl.sqrt_rn(mean + eps.to(tl.int32).to(tl.float32, bitcast=True))
-    factor = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), root)
+    h, squares = _store_h(s, b, r, residual_out, packet, mask, DTYPE, BIAS, RESIDUAL)
+    columns = _columns(row, DTYPE, BLOCK)
+    factor = _norm_factor(columns, row_sum(squares, BLOCK), eps, BLOCK)
     if FP8:
         _write_e4m3(out, packet, h, weight, factor, scale, mask, DTYPE)
     else:
@@ -232,9 +254,9 @@ def finish_row(
 
 
 @triton.jit
-def _size(low, high):
+def _size(pair):
     """Bits of the larger of two magnitudes."""
-    return tl.maximum(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.maximum(pair[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF, pair[1].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -245,11 +267,11 @@ def _sum_of_row(value, BLOCK: tl.constexpr):
     """
     value = _butterfly(value)
     if BLOCK > 32:
-        lane = tl.arange(0, BLOCK) & 31
-        total = tl.gather(value, tl.where(lane * 32 < BLOCK, lane * 33, 0), 0)
-        total = tl.where(lane * 32 < BLOCK, total, 0.0)
+        thread = tl.arange(0, BLOCK) & 31
+        total = tl.gather(value, tl.where(thread * 32 < BLOCK, thread * 33, 0), 0)
+        total = tl.where(thread * 32 < BLOCK, total, 0.0)
         for k in tl.static_range(1, BLOCK // 1024):
-            total += tl.gather(value, lane * 33 + k * 1024, 0)
+            total += tl.gather(value, thread * 33 + k * 1024, 0)
         value = _butterfly(total)
     return value
 
@@ -258,9 +280,9 @@ def _sum_of_row(value, BLOCK: tl.constexpr):
 def _largest_of_group(value, WIDE: tl.constexpr):
     """Maximum over each 16 neighbours, 32 if WIDE, which all of them get."""
     if INTERPRET:
-        lanes = tl.arange(0, value.shape[0])
-        for step in tl.static_range(5 if WIDE else 4):
-            value = tl.maximum(value, tl.gather(value, lanes ^ (1 << step), 0))
+        offsets = tl.arange(0, value.shape[0])
+        for exponent in tl.static_range(5 if WIDE else 4):
+            value = tl.maximum(value, tl.gather(value, offsets ^ (1 << exponent), 0))
         return value
     elif WIDE:
         return tl.inline_asm_elementwise(
@@ -301,7 +323,7 @@ def _largest_of_row(value, BLOCK: tl.constexpr):
 @triton.jit
 def _scale_of(largest, POW2: tl.constexpr):
     """The scale for a largest magnitude, which is given as the bits of an fp32."""
-    scale = tl.div_rn(tl.maximum(largest, _LEAST_AMAX).to(tl.float32, bitcast=True), _E4M3_MAX)
+    scale = tl.div_rn(tl.maximum(largest, _MIN_AMAX).to(tl.float32, bitcast=True), _E4M3_MAX)
     if POW2:
         bits = scale.to(tl.int32, bitcast=True)
         scale = tl.where(bits > _INFINITY, bits, (bits + 0x7FFFFF) & _INFINITY).to(tl.float32, bitcast=True)
@@ -335,42 +357,37 @@ def _stored_elements(w, DTYPE: tl.constexpr):
 
 @triton.jit
 def finish_form(
-    s, b, r, weight, out, residual_out, scale, scales, norm_out, eps, offset, row, number, row_step, scale_step, packet,
-    mask, live, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr,
+    s, b, r, weight, out, residual_out, scale, scales, norm_out, eps, offset, row, row_index, scale_strides,
+    packet, mask, live, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr,
     NORM: tl.constexpr, POW2: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`finish_row` of the forms that are not basic; the rule for scales is in the module `op`.
 
-    A thread has its packets of y rounded as the norm is stored. A row's scale takes a maximum over the block, that of
-    128 columns one over 16 neighbouring packets (32 of fp32), which stand in one warp. Maxima are taken of magnitudes'
-    bits as whole numbers: these have the same order, with NaN above infinity, so that no NaN gets lost.
+    A thread has its packets of y rounded as the norm is stored. A row's scale takes a maximum over the block. The scale
+    of 128 columns takes a maximum over 16 neighbouring packets (32 of fp32), which one warp holds. Maxima compare the
+    bits of magnitudes as whole numbers: these have the same order, with NaN above infinity, so that no NaN gets lost.
 
     Args:
         scale: address of the given scale, where QUANTIZE is fp8.
         scales, norm_out: addresses of those outputs.
         eps, offset: bits of an fp32 each.
-        number: of the row in the matrix.
-        row_step, scale_step: between scales of neighbouring rows, and of one row.
+        row_index: the row of the matrix.
+        scale_strides: between scales of neighbouring rows, and of one row, in elements.
         live: true if there is such a row.
     """
     if INTERPRET:
         mask, live = as_mask(mask), as_mask(live)
-    h = add_extras(s, b, r, DTYPE, BIAS, RESIDUAL)
-    store_packets(residual_out + packet * 16, h[0], h[1], h[2], h[3], mask)
-    squares = (_squares(h[0], DTYPE) + _squares(h[1], DTYPE)) + (_squares(h[2], DTYPE) + _squares(h[3], DTYPE))
-    squares = tl.where(mask, squares, 0.0)
-    PER: tl.constexpr = 4 if DTYPE == "float32" else 8
-    hidden = tl.zeros((BLOCK,), tl.float32) + (row * PER).to(tl.float32)
-    mean = tl.div_rn(_sum_of_row(squares, BLOCK), hidden)
-    root = tl.sqrt_rn(mean + eps.to(tl.int32).to(tl.float32, bitcast=True))
-    factor = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), root)
+    h, squares = _store_h(s, b, r, residual_out, packet, mask, DTYPE, BIAS, RESIDUAL)
+    columns = _columns(row, DTYPE, BLOCK)
+    factor = _norm_factor(columns, _sum_of_row(squares, BLOCK), eps, BLOCK)
     add = offset.to(tl.int32).to(tl.float32, bitcast=True)
-    a0, b0 = _form_elements(h[0], weight[0], factor, add, DTYPE, OFFSET)
-    a1, b1 = _form_elements(h[1], weight[1], factor, add, DTYPE, OFFSET)
-    a2, b2 = _form_elements(h[2], weight[2], factor, add, DTYPE, OFFSET)
-    a3, b3 = _form_elements(h[3], weight[3], factor, add, DTYPE, OFFSET)
+    e0 = _form_elements(h[0], weight[0], factor, add, DTYPE, OFFSET)
+    e1 = _form_elements(h[1], weight[1], factor, add, DTYPE, OFFSET)
+    e2 = _form_elements(h[2], weight[2], factor, add, DTYPE, OFFSET)
+    e3 = _form_elements(h[3], weight[3], factor, add, DTYPE, OFFSET)
     if NORM or QUANTIZE != "fp8":
-        y0, y1, y2, y3 = narrow(a0, b0, DTYPE), narrow(a1, b1, DTYPE), narrow(a2, b2, DTYPE), narrow(a3, b3, DTYPE)
+        y0, y1 = narrow(e0[0], e0[1], DTYPE), narrow(e1[0], e1[1], DTYPE)
+        y2, y3 = narrow(e2[0], e2[1], DTYPE), narrow(e3[0], e3[1], DTYPE)
         if NORM:
             store_packets(norm_out + packet * 16, y0, y1, y2, y3, mask)
         if QUANTIZE == "":
@@ -379,13 +396,11 @@ def finish_form(
         if QUANTIZE == "fp8":
             inverse = tl.div_rn(1.0, tl.load(scale.to(tl.pointer_type(tl.float32))))
         else:
-            a0, b0 = _stored_elements(y0, DTYPE)
-            a1, b1 = _stored_elements(y1, DTYPE)
-            a2, b2 = _stored_elements(y2, DTYPE)
-            a3, b3 = _stored_elements(y3, DTYPE)
-            largest = tl.maximum(tl.maximum(_size(a0, b0), _size(a1, b1)), tl.maximum(_size(a2, b2), _size(a3, b3)))
+            e0, e1 = _stored_elements(y0, DTYPE), _stored_elements(y1, DTYPE)
+            e2, e3 = _stored_elements(y2, DTYPE), _stored_elements(y3, DTYPE)
+            largest = tl.maximum(tl.maximum(_size(e0), _size(e1)), tl.maximum(_size(e2), _size(e3)))
             largest = tl.where(mask, largest, 0)
-            place = scales + number * row_step * 4
+            place = scales + row_index * scale_strides[0] * 4
             if QUANTIZE == "token":
                 made = _scale_of(_largest_of_row(largest, BLOCK), POW2)
                 tl.store(place.to(tl.pointer_type(tl.float32)), made, mask=live)
@@ -395,13 +410,7 @@ def finish_form(
                 PACKETS: tl.constexpr = 32 if WIDE else 16
                 made = _scale_of(_largest_of_group(largest, WIDE), POW2)
                 at = tl.arange(0, BLOCK)
-                places = (place + (at // PACKETS) * scale_step * 4).to(tl.pointer_type(tl.float32))
+                places = (place + (at // PACKETS) * scale_strides[1] * 4).to(tl.pointer_type(tl.float32))
                 tl.store(places, made, mask=mask & (at % PACKETS == 0))
                 inverse = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), made)
-        if DTYPE == "float32":
-            word = _narrow_e4m3(a0 * inverse, a1 * inverse) | (_narrow_e4m3(a2 * inverse, a3 * inverse) << 16)
-            _store_words(out + packet * 4, word, word, mask, 1)
-        else:
-            low = _narrow_e4m3(a0 * inverse, b0 * inverse) | (_narrow_e4m3(a1 * inverse, b1 * inverse) << 16)
-            high = _narrow_e4m3(a2 * inverse, b2 * inverse) | (_narrow_e4m3(a3 * inverse, b3 * inverse) << 16)
-            _store_words(out + packet * 8, low, high, mask, 2)
+        _store_e4m3(out, packet, e0, e1, e2, e3, inverse, mask, DTYPE)

@@ -1,6 +1,6 @@
 """host_one_shot: CPU tensors over a ring of slots in shared memory; every rank copies its segment of its peers' slots.
 
-all_to_all_v passes as many pieces as the largest chunk that any rank may send has, on every rank; those of shorter
+all_to_all_v passes as many pieces as the largest chunk that any rank may send has, on every rank; the pieces of shorter
 chunks are short or empty.
 
 Numerics: ordered (bits are moved).
@@ -12,29 +12,29 @@ import itertools
 from typing import Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.host import KIB, ScatterVariant, Stage
+from tunedcomm.kernels.common.host import KIB, HostStage, ScatterVariant
 from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Config
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
 # Of a rank's input. Where ranks share cores, gloo is as fast with larger ones (bench/results/collectives_host.csv).
-_MOST_SHARING_CORES = 1024 * KIB
+_MAX_SHARING_CORES = 1024 * KIB
 
 
 class _Chunks(ScatterVariant):
     name = "host_one_shot"
     summary = "CPU tensors: every rank copies its chunks of its peers' inputs from shared memory"
 
-    def untuned(self, problem: Problem, limits: Limits) -> bool:
-        is_fast = problem.world_size <= limits.host_cores or self.slot_bytes(problem) <= _MOST_SHARING_CORES
-        return is_fast and super().untuned(problem, limits)
+    def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
+        is_fast = problem.world_size <= limits.host_cores or self.slot_bytes(problem) <= _MAX_SHARING_CORES
+        return is_fast and super().default_beats_library(problem, limits)
 
 
 class HostOneShot(_Chunks, registered=True):
     op = "all_to_all"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        stage = Stage(workspace, problem, config, segments=problem.world_size)
+        stage = HostStage(workspace, problem, config, segments=problem.world_size)
         nbytes, rank, addresses, copy = problem.nbytes, stage.ring.rank, stage.addresses, stage.copy
         at_own, at_segment = rank * nbytes, rank * stage.chunk
         peers = [peer for peer in range(problem.world_size) if peer != rank]
@@ -51,8 +51,8 @@ class HostOneShotV(_Chunks, registered=True):
     op = "all_to_all_v"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        stage = Stage(workspace, problem, config, segments=problem.world_size)
-        mine, chunk, width, addresses = stage.mine, stage.chunk, ITEMSIZE[problem.dtype], stage.addresses
+        stage = HostStage(workspace, problem, config, segments=problem.world_size)
+        own_slots, chunk, width, addresses = stage.own_slots, stage.chunk, ITEMSIZE[problem.dtype], stage.addresses
         copy, rank, at_segment = stage.copy, stage.ring.rank, stage.ring.rank * stage.chunk
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -61,7 +61,7 @@ class HostOneShotV(_Chunks, registered=True):
             def put(slot: int, at_x: int, first: int, size: int) -> None:
                 for peer, (begin, end) in enumerate(sent):
                     if peer != rank and begin + first < end:
-                        copy(mine[slot] + peer * chunk, at_x + begin + first, min(size, end - begin - first))
+                        copy(own_slots[slot] + peer * chunk, at_x + begin + first, min(size, end - begin - first))
 
             def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
                 for peer, (begin, end) in enumerate(received):

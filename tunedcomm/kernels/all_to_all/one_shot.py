@@ -1,13 +1,13 @@
 """lamport, pull: every chunk goes to its receiver at once, or is read by it, after one exchange of flags or two.
 
-**lamport.** Every rank pushes each peer its chunk without flags, and data announce themselves. The protocol is that of
+**lamport.** Every rank pushes each peer its chunk without flags, and data announce themselves. The protocol is as in
 all_gather's `lamport`, with its masks and its proof, but rank j is sent chunk j alone. The own chunk is copied
 straight. No chunk is empty, so every peer is sent at least one packet and waited for.
 
-**pull.** Every rank reads its chunk from each peer. Plain input: each rank copies what it sends into its own one-shot
-area, a slot for each receiver, the blocks exchange flags, and everybody reads its slot of everybody's area. Symmetric
-input: peers read the input itself. Flags and areas are used as by all_gather's `pull`. The own chunk is copied while
-the flags travel.
+**pull.** Every rank reads its chunk from each peer. Plain input: each rank copies the peers' chunks into its own
+one-shot area, a slot for each receiver, the blocks exchange flags, and each rank reads its slot of every peer's area.
+Symmetric input: peers read the input itself. Flags and areas are used as by all_gather's `pull`. The own chunk is
+copied while the flags travel.
 
 Numerics: ordered (bits are moved). Graph-safe: call counters and epochs live in the lane.
 Source: as all_reduce's `lamport`, without a sum and with escapes; the pull is our own.
@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_to_all.op import AllToAllVariant
 from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_one_shot
+from tunedcomm.kernels.common.lamport import begin_call, end_call, launch_next
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
-    STATE_OFFSET,
     arrive,
     await_peers,
     block_range,
+    exchange_flags,
     read_counter,
+    shifted,
     write_counter,
 )
 from tunedcomm.kernels.common.packets import (
@@ -39,15 +40,7 @@ from tunedcomm.kernels.common.packets import (
     sentinel_mask_of,
     store_bytes,
 )
-from tunedcomm.kernels.common.sync import (
-    INTERPRET,
-    SENTINEL,
-    load_packets,
-    poll_packets,
-    poll_words,
-    store_packets,
-    store_word,
-)
+from tunedcomm.kernels.common.sync import SENTINEL, load_packets, poll_packets, poll_words, store_packets, store_word
 from tunedcomm.kernels.common.variant import LamportVariant, PullVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
@@ -55,58 +48,62 @@ from tunedcomm.spec import Limits, Problem
 
 @triton.jit
 def lamport_kernel(
-    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    x, out, nbytes, local, peers, rank, timeout_ns, status, arena, stage_bytes,
     WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Push each peer its chunk, copy the own one, poll the peers'. Slot r of a stage holds what rank r sent."""
-    if PDL and not INTERPRET:
-        gdc_wait()
-    peers = (q0, q1, q2, q3, q4, q5, q6)
-    calls = read_counter(local, STATE_OFFSET)
-    stage = arena + (calls & 1) * stage_bytes
+    """Push each peer its chunk, copy the own chunk, poll the peers' chunks. Slot r of a stage holds what rank r sent.
+
+    Example:
+        2 ranks, 8 fp32 elements each: chunk j is packet j (total = 1). Rank 0 stores packet 1 at offset 0 of rank 1's
+        stage, rank 1 stores packet 0 at offset 16 of rank 0's stage. Each rank copies the chunk that it keeps. Rank 0
+        polls offset 16, clears it and writes the packet to bytes 16 … 31 of its output. The masks of the 2 packets of a
+        stage lie at offsets 32 and 36.
+    """
+    calls, stage = begin_call(local, arena, stage_bytes, PDL)
     nbytes = nbytes.to(tl.int64)
     total = (nbytes + 15) // 16
     masks = stage + WORLD_SIZE * total * 16
-    lanes, first, step = block_range(BLOCK)
+    offsets, first, stride = block_range(BLOCK)
 
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
+    # 1. Push chunk j to rank j, with masks where packets have an ESCAPE.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
         left = nbytes - packet * 16
         words = ()
         for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
             chunk = x + (rank + 1 + i) % WORLD_SIZE * nbytes
-            words = words + load_bytes(chunk + packet * 16, left, here, ALIGN)
+            words = words + load_bytes(chunk + packet * 16, left, mask, ALIGN)
         place = rank * total + packet
         for i in tl.static_range(WORLD_SIZE - 1):
             e0, e1 = escape(words[4 * i]), escape(words[4 * i + 1])
             e2, e3 = escape(words[4 * i + 2]), escape(words[4 * i + 3])
-            store_packets(peers[i] + stage + place * 16, e0, e1, e2, e3, here, REMOTE=True)
+            store_packets(peers[i] + stage + place * 16, e0, e1, e2, e3, mask, REMOTE=True)
             sentinels = sentinel_mask_of(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
-            store_word(peers[i] + masks + place * 4, sentinels, here & has_escape(e0, e1, e2, e3))
-    if PDL and not INTERPRET:
-        gdc_launch_dependents()
+            store_word(peers[i] + masks + place * 4, sentinels, mask & has_escape(e0, e1, e2, e3))
+    launch_next(PDL)
 
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
+    # 2. Copy the own chunk, poll the peers' packets and masks, clear their places, write the packets out.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
         left = nbytes - packet * 16
-        w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, here, ALIGN)
-        store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, here, ALIGN)
+        w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, mask, ALIGN)
+        store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, mask, ALIGN)
         place = local + stage + packet * 16
-        beside = local + masks + packet * 4
-        words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
+        mask_address = local + masks + packet * 4
+        words = poll_packets(place, total * 16, mask, rank, timeout_ns, status, WORLD_SIZE)
         slots = escaped_slots(words, WORLD_SIZE)
-        said = poll_words(beside, total * 4, slots, timeout_ns, status, WORLD_SIZE)
+        peer_sentinels = poll_words(mask_address, total * 4, slots, timeout_ns, status, WORLD_SIZE)
         empty = tl.full((BLOCK,), SENTINEL, tl.int32)
         for i in tl.static_range(WORLD_SIZE):
-            theirs = here & (rank != i)
-            store_packets(place + i * total * 16, empty, empty, empty, empty, theirs)
-            store_word(beside + i * total * 4, empty, (slots & (1 << i)) != 0)
-            r0, r1 = restore(words[4 * i], said[i], 0), restore(words[4 * i + 1], said[i], 1)
-            r2, r3 = restore(words[4 * i + 2], said[i], 2), restore(words[4 * i + 3], said[i], 3)
-            store_bytes(out + i * nbytes + packet * 16, left, r0, r1, r2, r3, theirs, ALIGN)
-    write_counter(local, calls + 1, STATE_OFFSET)
+            peer_mask = mask & (rank != i)
+            store_packets(place + i * total * 16, empty, empty, empty, empty, peer_mask)
+            store_word(mask_address + i * total * 4, empty, (slots & (1 << i)) != 0)
+            r0, r1 = restore(words[4 * i], peer_sentinels[i], 0), restore(words[4 * i + 1], peer_sentinels[i], 1)
+            r2, r3 = restore(words[4 * i + 2], peer_sentinels[i], 2), restore(words[4 * i + 3], peer_sentinels[i], 3)
+            store_bytes(out + i * nbytes + packet * 16, left, r0, r1, r2, r3, peer_mask, ALIGN)
+    end_call(local, calls)
 
 
 class Lamport(LamportVariant, AllToAllVariant, registered=True):
@@ -118,59 +115,66 @@ class Lamport(LamportVariant, AllToAllVariant, registered=True):
 
 @triton.jit
 def pull_kernel(
-    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    x0, x1, x2, x3, x4, x5, x6, area, area_bytes,
+    x, out, nbytes, local, peers, rank, timeout_ns, status,
+    input_peers, area, area_bytes,
     WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
-    """Slot s of a rank's area holds what it sends to rank + 1 + s."""
+    """Slot s of a rank's area holds the chunk for rank + 1 + s.
+
+    Example:
+        3 ranks. Rank 0's area holds its chunk for rank 1 in slot 0 and its chunk for rank 2 in slot 1. Rank 2 is two
+        ranks after rank 0, so it reads slot 1 of rank 0's area.
+    """
     epoch = read_counter(local, EPOCH_OFFSET)
-    mine = area + (epoch & 1) * area_bytes
+    own_area = area + (epoch & 1) * area_bytes
     nbytes = nbytes.to(tl.int64)
     total = (nbytes + 15) // 16
-    lanes, first, step = block_range(BLOCK)
+    offsets, first, stride = block_range(BLOCK)
+    # 1. Copy the peers' chunks to the own area; peers read a symmetric input where it lies.
     if SYMMETRIC:
-        peers = (x0, x1, x2, x3, x4, x5, x6)
+        sources = input_peers
     else:
-        peers = (q0 + mine, q1 + mine, q2 + mine, q3 + mine, q4 + mine, q5 + mine, q6 + mine)
-        for start in tl.range(first, total, step):
-            packet = start + lanes
-            here = packet < total
+        sources = shifted(peers, own_area)
+        for start in tl.range(first, total, stride):
+            packet = start + offsets
+            mask = packet < total
             words = ()
             for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
                 chunk = x + (rank + 1 + i) % WORLD_SIZE * nbytes
-                words = words + load_bytes(chunk + packet * 16, nbytes - packet * 16, here, ALIGN)
+                words = words + load_bytes(chunk + packet * 16, nbytes - packet * 16, mask, ALIGN)
             for i in tl.static_range(WORLD_SIZE - 1):
-                place = local + mine + (i * total + packet) * 16
-                store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
+                place = local + own_area + (i * total + packet) * 16
+                store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], mask)
 
-    # Releases the copies (or what wrote the inputs), acquires the peers'.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
+    # 2. Exchange flags. Releases the copies (or what wrote the inputs), acquires the peers'; the own chunk is copied
+    # meanwhile.
+    arrive(peers, rank, epoch + 1, WORLD_SIZE)
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
         left = nbytes - packet * 16
-        w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, here, ALIGN)
-        store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, here, ALIGN)
+        w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, mask, ALIGN)
+        store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, mask, ALIGN)
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
 
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
+    # 3. Read the chunk for this rank from every peer and write it out.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
         left = nbytes - packet * 16
         words = ()
         for i in tl.static_range(WORLD_SIZE - 1):
             if SYMMETRIC:
-                words = words + load_bytes(peers[i] + rank * nbytes + packet * 16, left, here, ALIGN)
+                words = words + load_bytes(sources[i] + rank * nbytes + packet * 16, left, mask, ALIGN)
             else:  # this rank comes (WORLD_SIZE - 2 - i) + 1 after rank + 1 + i
-                words = words + load_packets(peers[i] + ((WORLD_SIZE - 2 - i) * total + packet) * 16, here)
+                words = words + load_packets(sources[i] + ((WORLD_SIZE - 2 - i) * total + packet) * 16, mask)
         for i in tl.static_range(WORLD_SIZE - 1):
             place = out + (rank + 1 + i) % WORLD_SIZE * nbytes + packet * 16
             w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
-            store_bytes(place, left, w0, w1, w2, w3, here, ALIGN)
+            store_bytes(place, left, w0, w1, w2, w3, mask, ALIGN)
     if SYMMETRIC:
-        # Orders the peers' reads of this rank's input before whatever follows this kernel.
-        arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
-        await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+        # 4. Exchange flags. Orders the peers' reads of this rank's input before whatever follows this kernel.
+        exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
         write_counter(local, epoch + 2, EPOCH_OFFSET)
     else:
         write_counter(local, epoch + 1, EPOCH_OFFSET)
@@ -196,4 +200,4 @@ class Pull(PullVariant, AllToAllVariant, registered=True):
         symmetric = problem.input_kind == "symmetric"
         if not symmetric and (reason := refuse_one_shot(problem, limits, messages=problem.world_size - 1)):
             return reason
-        return blocks_and_threads(config, limits, self.work_packets(problem), most_rounds=256 if symmetric else 8)
+        return blocks_and_threads(config, limits, self.work_packets(problem), max_rounds=256 if symmetric else 8)

@@ -49,7 +49,7 @@ ALL_TO_ALL = register_move(
 
 
 def row_alignment(problem: Problem) -> int:
-    """Alignment of every chunk and its place in bytes, 16, 4, 2 or 1: that of a row.
+    """Alignment of every chunk and its place in bytes, 16, 4, 2 or 1: a row's.
 
     It follows from the problem's size unless the layout states it: `rows4` are rows of a multiple of 4 bytes whose
     number makes the size a multiple of 16.
@@ -88,7 +88,8 @@ def _make_inputs_v(problem: Problem, rank: int, seed: int, kind: str, device: An
     (values,) = _make_inputs(problem, rank, seed, kind, device)
     send = _sent(problem, rank)
     recv = [_sent(problem, peer)[rank] for peer in range(problem.world_size)]
-    return (values[: sum(send)].clone(), torch.tensor(send), torch.tensor(recv))
+    counts = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (send, recv))
+    return (values[: sum(send)].clone(), *counts)
 
 
 def _make_outputs_v(problem: Problem, device: Any) -> tuple[torch.Tensor]:
@@ -116,7 +117,7 @@ class AllToAllVariant(MoveVariant):
 class Library(LibraryVariant, registered=True):
     """NCCL (gloo on CPUs). Dtypes that the backend does not know travel as bytes. Graph-safe on NCCL.
 
-    The counts of all_to_all_v are its split sizes; a graph replays those of its capture.
+    The counts of all_to_all_v are its split sizes; a graph replays the counts of its capture.
     """
 
     op = "all_to_all"

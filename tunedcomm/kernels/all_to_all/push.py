@@ -18,7 +18,7 @@ launch, only say which packets it pushes and which it copies away. So a rank tha
 and waits for every peer, and no slot is overwritten too early for the same reasons.
 
 Numerics: ordered (bits are moved). Graph-safe.
-Source: own; the ring is that of `all_reduce`'s `two_shot`.
+Source: own; the ring is `all_reduce`'s `two_shot`'s.
 """
 
 from __future__ import annotations
@@ -39,131 +39,137 @@ from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
-from tunedcomm.symm.layout import MAX_WORLD_SIZE
+from tunedcomm.symm.layout import rotate
 
 RING = tl.constexpr(4)
 
 
 @triton.jit
 def push_kernel(
-    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks,
-    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """In round c: push piece c, collect piece c − 1. Slot s of a gather area holds what rank + 1 + s sent."""
-    peers = (q0, q1, q2, q3, q4, q5, q6)
-    epoch = read_counter(local, EPOCH_OFFSET)
-    nbytes = nbytes.to(tl.int64)
-    total = (nbytes + 15) // 16
-    lanes, first, step = block_range(BLOCK)
-    span = ((total + step - 1) // step + num_chunks - 1) // num_chunks * step
-    ring = tl.minimum(num_chunks, RING)
-    slot = ring * span
-
-    # Says that this rank reads its gather area no more.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
-        left = nbytes - packet * 16
-        w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, here, ALIGN)
-        store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, here, ALIGN)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-
-    for c in tl.range(0, num_chunks + 1):
-        if c < num_chunks:
-            lap = (c - c % ring) * span
-            for start in tl.range(first + c * span, tl.minimum(total, (c + 1) * span), step):
-                packet = start + lanes
-                here = packet < total
-                words = ()
-                for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
-                    chunk = x + (rank + 1 + i) % WORLD_SIZE * nbytes
-                    words = words + load_bytes(chunk + packet * 16, nbytes - packet * 16, here, ALIGN)
-                for i in tl.static_range(WORLD_SIZE - 1):  # this rank comes (WORLD_SIZE - 2 - i) + 1 after the peer
-                    place = peers[i] + gather + ((WORLD_SIZE - 2 - i) * slot + packet - lap) * 16
-                    store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
-        if c >= 1:
-            d = c - 1
-            lap = (d - d % ring) * span
-            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
-            for start in tl.range(first + d * span, tl.minimum(total, (d + 1) * span), step):
-                packet = start + lanes
-                here = packet < total
-                words = ()
-                for i in tl.static_range(WORLD_SIZE - 1):
-                    words = words + load_packets(local + gather + (i * slot + packet - lap) * 16, here)
-                for i in tl.static_range(WORLD_SIZE - 1):
-                    place = out + (rank + 1 + i) % WORLD_SIZE * nbytes + packet * 16
-                    w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
-                    store_bytes(place, nbytes - packet * 16, w0, w1, w2, w3, here, ALIGN)
-    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
-
-
-@triton.jit
-def _most(n0, n1, n2, n3, n4, n5, n6, bound):
-    """Packets of the largest of the chunks, at most `bound`."""
-    most = tl.maximum(tl.maximum(tl.maximum(n0, n1), tl.maximum(n2, n3)), tl.maximum(tl.maximum(n4, n5), n6))
-    return tl.minimum((most + 15) // 16, bound)
-
-
-@triton.jit
-def push_counts_kernel(
-    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks,
-    own_from, own_to, own_bytes, f0, f1, f2, f3, f4, f5, f6, s0, s1, s2, s3, s4, s5, s6,
-    t0, t1, t2, t3, t4, t5, t6, r0, r1, r2, r3, r4, r5, r6,
+    x, out, nbytes, local, peers, rank, timeout_ns, status, gather, num_chunks,
     WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """In round c: push piece c, collect piece c − 1. Slot s of a gather area holds what rank + 1 + s sent.
 
-    For the peer rank + 1 + i: `s<i>` bytes from `f<i>` of the input on are sent, `r<i>` bytes come to `t<i>` of the
-    result. No chunk has more than `nbytes`.
+    Example:
+        2 ranks, 8 fp32 elements each: chunk j is packet j, 1 piece. Each rank copies the chunk that it keeps while the
+        first flags travel. Round 0: rank 0 stores packet 1 into slot 0 of rank 1's gather area, rank 1 stores packet 0
+        into slot 0 of rank 0's. Round 1: rank 0 writes slot 0 to bytes 16 … 31 of its output, rank 1 to bytes 0 … 15.
     """
-    peers = (q0, q1, q2, q3, q4, q5, q6)
-    send_from, send_bytes = (f0, f1, f2, f3, f4, f5, f6), (s0, s1, s2, s3, s4, s5, s6)
-    recv_to, recv_bytes = (t0, t1, t2, t3, t4, t5, t6), (r0, r1, r2, r3, r4, r5, r6)
     epoch = read_counter(local, EPOCH_OFFSET)
-    total = (nbytes.to(tl.int64) + 15) // 16
-    lanes, first, step = block_range(BLOCK)
-    span = ((total + step - 1) // step + num_chunks - 1) // num_chunks * step
+    nbytes = nbytes.to(tl.int64)
+    total = (nbytes + 15) // 16
+    offsets, first, stride = block_range(BLOCK)
+    span = ((total + stride - 1) // stride + num_chunks - 1) // num_chunks * stride
     ring = tl.minimum(num_chunks, RING)
     slot = ring * span
-    send_packets = _most(s0, s1, s2, s3, s4, s5, s6, total)
-    recv_packets = _most(r0, r1, r2, r3, r4, r5, r6, total)
 
-    # Says that this rank reads its gather area no more.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    for start in tl.range(first, (own_bytes.to(tl.int64) + 15) // 16, step):
-        at = (start + lanes) * 16
-        here = at < own_bytes
-        w0, w1, w2, w3 = load_bytes(x + own_from + at, own_bytes - at, here, ALIGN)
-        store_bytes(out + own_to + at, own_bytes - at, w0, w1, w2, w3, here, ALIGN)
+    # 1. Tell the peers that this rank reads its gather area no more; copy the own chunk until all have said so.
+    arrive(peers, rank, epoch + 1, WORLD_SIZE)
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
+        left = nbytes - packet * 16
+        w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, mask, ALIGN)
+        store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, mask, ALIGN)
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
 
     for c in tl.range(0, num_chunks + 1):
+        # 2. Push piece c of every peer's chunk.
         if c < num_chunks:
             lap = (c - c % ring) * span
-            for start in tl.range(first + c * span, tl.minimum(send_packets, (c + 1) * span), step):
-                packet = start + lanes
+            for start in tl.range(first + c * span, tl.minimum(total, (c + 1) * span), stride):
+                packet = start + offsets
+                mask = packet < total
+                words = ()
+                for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
+                    chunk = x + (rank + 1 + i) % WORLD_SIZE * nbytes
+                    words = words + load_bytes(chunk + packet * 16, nbytes - packet * 16, mask, ALIGN)
+                for i in tl.static_range(WORLD_SIZE - 1):  # this rank comes (WORLD_SIZE - 2 - i) + 1 after the peer
+                    place = peers[i] + gather + ((WORLD_SIZE - 2 - i) * slot + packet - lap) * 16
+                    store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], mask)
+            arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
+        # 3. Write out piece c − 1 of what the peers pushed.
+        if c >= 1:
+            d = c - 1
+            lap = (d - d % ring) * span
+            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
+            for start in tl.range(first + d * span, tl.minimum(total, (d + 1) * span), stride):
+                packet = start + offsets
+                mask = packet < total
+                words = ()
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    words = words + load_packets(local + gather + (i * slot + packet - lap) * 16, mask)
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    place = out + (rank + 1 + i) % WORLD_SIZE * nbytes + packet * 16
+                    w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
+                    store_bytes(place, nbytes - packet * 16, w0, w1, w2, w3, mask, ALIGN)
+    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+
+
+@triton.jit
+def _largest(sizes, bound):
+    """Packets of the largest of the peers' chunks, at most `bound`."""
+    largest = tl.maximum(tl.maximum(sizes[0], sizes[1]), tl.maximum(sizes[2], sizes[3]))
+    largest = tl.maximum(largest, tl.maximum(tl.maximum(sizes[4], sizes[5]), sizes[6]))
+    return tl.minimum((largest + 15) // 16, bound)
+
+
+@triton.jit
+def push_counts_kernel(
+    x, out, nbytes, local, peers, rank, timeout_ns, status, gather, num_chunks,
+    own_from, own_to, own_bytes, send_from, send_bytes, recv_to, recv_bytes,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In round c: push piece c, collect piece c − 1. Slot s of a gather area holds what rank + 1 + s sent.
+
+    For the peer rank + 1 + i: `send_bytes[i]` bytes from `send_from[i]` of the input on are sent, `recv_bytes[i]` bytes
+    come to `recv_to[i]` of the result. No chunk has more than `nbytes`.
+    """
+    epoch = read_counter(local, EPOCH_OFFSET)
+    total = (nbytes.to(tl.int64) + 15) // 16
+    offsets, first, stride = block_range(BLOCK)
+    span = ((total + stride - 1) // stride + num_chunks - 1) // num_chunks * stride
+    ring = tl.minimum(num_chunks, RING)
+    slot = ring * span
+    send_packets = _largest(send_bytes, total)
+    recv_packets = _largest(recv_bytes, total)
+
+    # 1. Tell the peers that this rank reads its gather area no more; copy the own chunk until all have said so.
+    arrive(peers, rank, epoch + 1, WORLD_SIZE)
+    for start in tl.range(first, (own_bytes.to(tl.int64) + 15) // 16, stride):
+        at = (start + offsets) * 16
+        mask = at < own_bytes
+        w0, w1, w2, w3 = load_bytes(x + own_from + at, own_bytes - at, mask, ALIGN)
+        store_bytes(out + own_to + at, own_bytes - at, w0, w1, w2, w3, mask, ALIGN)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    for c in tl.range(0, num_chunks + 1):
+        # 2. Push piece c of every peer's chunk.
+        if c < num_chunks:
+            lap = (c - c % ring) * span
+            for start in tl.range(first + c * span, tl.minimum(send_packets, (c + 1) * span), stride):
+                packet = start + offsets
                 words = ()
                 for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
                     left = send_bytes[i] - packet * 16
                     words = words + load_bytes(x + send_from[i] + packet * 16, left, left > 0, ALIGN)
                 for i in tl.static_range(WORLD_SIZE - 1):  # this rank comes (WORLD_SIZE - 2 - i) + 1 after the peer
                     place = peers[i] + gather + ((WORLD_SIZE - 2 - i) * slot + packet - lap) * 16
-                    here = packet * 16 < send_bytes[i]
-                    store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
+                    mask = packet * 16 < send_bytes[i]
+                    store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], mask)
+            arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
+        # 3. Write out piece c − 1 of what the peers pushed.
         if c >= 1:
             d = c - 1
             lap = (d - d % ring) * span
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
-            for start in tl.range(first + d * span, tl.minimum(recv_packets, (d + 1) * span), step):
-                packet = start + lanes
+            for start in tl.range(first + d * span, tl.minimum(recv_packets, (d + 1) * span), stride):
+                packet = start + offsets
                 words = ()
                 for i in tl.static_range(WORLD_SIZE - 1):
-                    here = packet * 16 < recv_bytes[i]
-                    words = words + load_packets(local + gather + (i * slot + packet - lap) * 16, here)
+                    mask = packet * 16 < recv_bytes[i]
+                    words = words + load_packets(local + gather + (i * slot + packet - lap) * 16, mask)
                 for i in tl.static_range(WORLD_SIZE - 1):
                     left = recv_bytes[i] - packet * 16
                     w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
@@ -176,10 +182,10 @@ class Push(RingVariant, AllToAllVariant, registered=True):
     summary = "push through the peers' memory ordered by flags, pieces overlapped; best at large sizes"
     kernels = (push_kernel,)
     space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 64)})
-    areas = ("gather", "num_chunks")
+    trailing_arguments = ("gather", "num_chunks")
     ring = RING.value
-    most_rounds = 64
-    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
+    max_rounds = 64
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
 
     def slots(self, problem: Problem) -> int:
         return problem.world_size - 1
@@ -189,19 +195,17 @@ class Push(RingVariant, AllToAllVariant, registered=True):
             return "more than 1024 packets a block at once spill registers"
         return self.refuse_ring(problem, config, limits)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         packets = packets_of(problem.nbytes)
         chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
         return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "num_chunks": chunks}
 
 
-def _places(counts: Sequence[int], width: int, rank: int) -> tuple[int, int, list[int], list[int]]:
+def _places(counts: Sequence[int], width: int, rank: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     """(own place, own bytes, the peers' places, their bytes) of chunks that lie one after another, for the kernel."""
     sizes = [count * width for count in counts]
     starts = [0, *accumulate(sizes)]
-    order = [(rank + 1 + step) % len(sizes) for step in range(len(sizes) - 1)]
-    spare = [0] * (MAX_WORLD_SIZE - len(sizes))
-    return starts[rank], sizes[rank], [starts[p] for p in order] + spare, [sizes[p] for p in order] + spare
+    return starts[rank], sizes[rank], rotate(tuple(starts[:-1]), rank), rotate(tuple(sizes), rank)
 
 
 class PushV(Push, registered=True):
@@ -215,7 +219,7 @@ class PushV(Push, registered=True):
         return {**super().constants(problem, config), "ALIGN": row_alignment(problem)}
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[Any, ...]:
-        counts = (None,) * (3 + 4 * (MAX_WORLD_SIZE - 1))  # None: every call brings them
+        counts = (None,) * 7  # every call brings them: own_from, own_to, own_bytes and four tuples
         return (*super().arguments(problem, config, workspace), *counts)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -227,7 +231,7 @@ class PushV(Push, registered=True):
             x, send, recv = inputs
             own_from, own_bytes, send_from, send_bytes = _places(send.tolist(), width, rank)
             own_to, _, recv_to, recv_bytes = _places(recv.tolist(), width, rank)
-            own = (own_from, own_to, own_bytes)
-            launch(stream, x.data_ptr(), outputs[0].data_ptr(), *own, *send_from, *send_bytes, *recv_to, *recv_bytes)
+            counts = (own_from, own_to, own_bytes, send_from, send_bytes, recv_to, recv_bytes)
+            launch(stream, x.data_ptr(), outputs[0].data_ptr(), *counts)
 
         return run

@@ -1,6 +1,6 @@
 """Copies by a GPU's copy engines, on side streams that fork from and join the caller's; by `memmove` on the host.
 
-Addresses may be a peer's: those of symmetric memory are addresses of this process. All goes straight to the driver,
+Addresses may be a peer's: addresses of symmetric memory are addresses of this process. All goes straight to the driver,
 which takes raw addresses and streams, is captured like any other work, and costs a microsecond a call. Streams and
 events belong to a lane of a workspace and are made once: calls of one lane are in order, so each call may record events
 anew. Lanes do not share them, for then calls of two groups could wait for each other in a circle.
@@ -86,19 +86,19 @@ class Copies:
 
 @functools.cache
 def _driver() -> Any:
-    """The driver, with the types of what is called here."""
+    """The driver, with the argument types of the functions called here."""
     library = ctypes.CDLL("libcuda.so.1")
-    handle, address, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
+    handle, address, uint = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
     library.cuMemcpyAsync.argtypes = [address, address, ctypes.c_size_t, handle]
     library.cuCtxGetStreamPriorityRange.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int)]
-    library.cuStreamCreateWithPriority.argtypes = [ctypes.POINTER(handle), number, ctypes.c_int]
+    library.cuStreamCreateWithPriority.argtypes = [ctypes.POINTER(handle), uint, ctypes.c_int]
     library.cuStreamDestroy_v2.argtypes = [handle]
-    library.cuEventCreate.argtypes = [ctypes.POINTER(handle), number]
+    library.cuEventCreate.argtypes = [ctypes.POINTER(handle), uint]
     library.cuEventDestroy_v2.argtypes = [handle]
     library.cuEventRecord.argtypes = [handle, handle]
-    library.cuStreamWaitEvent.argtypes = [handle, handle, number]
-    library.cuStreamWaitValue32_v2.argtypes = [handle, address, ctypes.c_uint32, number]
-    library.cuMemsetD32Async.argtypes = [address, number, ctypes.c_size_t, handle]
+    library.cuStreamWaitEvent.argtypes = [handle, handle, uint]
+    library.cuStreamWaitValue32_v2.argtypes = [handle, address, ctypes.c_uint32, uint]
+    library.cuMemsetD32Async.argtypes = [address, uint, ctypes.c_size_t, handle]
     return library
 
 
@@ -189,7 +189,7 @@ FREE_EVENT = _SENT + 3 * NUM_STREAMS  # the first that it leaves to others
 
 @dataclass(frozen=True, slots=True)
 class ChunkSender:
-    """Sends what one rank has for each peer, chunk by chunk on side streams; each call brings the input's address.
+    """Sends one rank's data to each peer, chunk by chunk on side streams; each call brings the input's address.
 
     Attributes:
         copies: the lane's queues.
@@ -214,8 +214,8 @@ class ChunkSender:
     def sides(self) -> tuple[int, ...]:
         return self.copies.streams[: self.num_streams]
 
-    def rank_at(self, step: int) -> int:
-        return (self.rank + 1 + step) % (len(self.targets) + 1)
+    def rank_at(self, turn: int) -> int:
+        return (self.rank + 1 + turn) % (len(self.targets) + 1)
 
     def extent(self, c: int) -> tuple[int, int]:
         """(start, bytes) of chunk `c`."""
@@ -227,23 +227,23 @@ class ChunkSender:
         return c % min(self.num_chunks, RING) * self.chunk
 
     def fork(self, stream: int, sides: Iterable[int]) -> None:
-        """Let side streams go on from here; only those that will have work, for a capture must join every one."""
+        """Let side streams go on from here; only streams that will have work, for a capture must join every one."""
         self.copies.fork(stream, sides, _HERE)
 
     def send(self, c: int, x: int) -> None:
         """Push chunk `c` to all peers."""
         start, size = self.extent(c)
-        for step, target in enumerate(self.targets):
-            source = x + self.rank_at(step) * self.stride + start
-            self.copies.copy(self.copies.streams[step % self.num_streams], target + self.place(c), source, size)
+        for turn, target in enumerate(self.targets):
+            source = x + self.rank_at(turn) * self.stride + start
+            self.copies.copy(self.copies.streams[turn % self.num_streams], target + self.place(c), source, size)
         self.note_sent(c)
 
     def note_sent(self, c: int) -> None:
         """Let `await_sent` wait for what is queued on the side streams now."""
-        for number, side in enumerate(self.sides):
-            self.copies.record(_SENT + number + c % 3 * NUM_STREAMS, side)
+        for index, side in enumerate(self.sides):
+            self.copies.record(_SENT + index + c % 3 * NUM_STREAMS, side)
 
     def await_sent(self, c: int, stream: int) -> None:
         """Hold back `stream` until this rank's chunk `c` is out."""
-        for number in range(self.num_streams):
-            self.copies.wait(stream, _SENT + number + c % 3 * NUM_STREAMS)
+        for index in range(self.num_streams):
+            self.copies.wait(stream, _SENT + index + c % 3 * NUM_STREAMS)

@@ -1,4 +1,4 @@
-"""Reasons why kernels cannot run, grids, and first guesses, for variants of all ops."""
+"""Checks that all ops share: why a kernel cannot run, how large its grid is, which config to try first."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
-RING = 4  # chunks of a rank that have a place in the staging at once
-MOST_CHUNKS = 32  # of an axis: stands for as many as the staging asks for
-_MOST_LOOKS = 4096
-_MIN_BLOCKS = 8  # fewer never won where there was work for that many
+RING = 4  # chunks of a rank that the staging holds at once
+MAX_NUM_CHUNKS = 32  # the largest value of an axis; stands for as many chunks as the staging needs
+_MAX_LOOKS = 4096
+_MIN_BLOCKS = 8  # with work for 8 blocks, fewer blocks never won
 
 
 def refuse_kernels(problem: Problem, limits: Limits, dtypes: Sequence[str], reductions: Sequence[str]) -> str | None:
     """Return why no kernel can run `problem`, whatever the config; None if one might.
 
     Args:
-        problem, limits: what is asked, and where.
+        problem, limits: the problem and the machine.
         dtypes: payloads that the op's kernels take.
-        reductions: reductions that they do; `("",)` for ops that reduce nothing.
+        reductions: reductions that the kernels do; `("",)` for ops that reduce nothing.
     """
     if not limits.symmetric:
         return "the ranks cannot address each other's memory"
@@ -49,7 +49,7 @@ def refuse_multicast(limits: Limits) -> str | None:
 
 
 def packets_a_block(config: Config) -> int:
-    """Packets that a block takes at once: `items` for each thread, one where there is no such axis."""
+    """Packets that a block takes at once: `items` a thread, or one if the space has no such axis."""
     return 32 * int(config["num_warps"]) * int(config.get("items", 1))
 
 
@@ -70,18 +70,18 @@ def refuse_residence(config: Config, limits: Limits) -> str | None:
     return None
 
 
-def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, most_rounds: int) -> str | None:
+def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, max_rounds: int) -> str | None:
     """Return why a grid does not suit `work_packets` packets, or None.
 
-    A grid must be resident, have work for each block, and not go round more than `most_rounds` times.
+    A grid must be resident, have work for each block, and not go round more than `max_rounds` times.
     """
     if reason := refuse_residence(config, limits):
         return reason
     blocks, per_round = int(config["num_blocks"]), packets_a_block(config)
     if (blocks - 1) * per_round >= work_packets and blocks > 1:
         return f"{work_packets} packets leave some of {blocks} blocks without work"
-    if blocks * per_round * most_rounds < work_packets:
-        return f"{work_packets} packets need more than {most_rounds} rounds of {blocks} blocks"
+    if blocks * per_round * max_rounds < work_packets:
+        return f"{work_packets} packets need more than {max_rounds} rounds of {blocks} blocks"
     if limits.backend == "cuda" and blocks < _MIN_BLOCKS and work_packets >= _MIN_BLOCKS * per_round:
         return f"{blocks} blocks leave the links idle at {work_packets} packets"
     return None
@@ -136,35 +136,35 @@ def refuse_staging(
 def cut_to_fit(units: int, chunks: int, *, unit_bytes: int, slots: int, staging_bytes: int) -> tuple[int, int]:
     """Units of a chunk, and number of chunks, where `units` of `unit_bytes` go through a ring of `RING` chunks.
 
-    MOST_CHUNKS chunks become as many more as it takes for the rings of `slots` ranks to fit into the staging.
+    MAX_NUM_CHUNKS chunks become as many more as it takes for the rings of `slots` ranks to fit into the staging.
     """
     span = -(-units // chunks)
-    if chunks == MOST_CHUNKS:
+    if chunks == MAX_NUM_CHUNKS:
         span = max(min(span, staging_bytes // (slots * RING * unit_bytes)), 1)
     return span, -(-units // span)
 
 
 def closest(
-    wish: Mapping[str, float],
+    preferred: Mapping[str, float],
     space: Space,
     problem: Problem,
     limits: Limits,
     infeasible: Callable[[Problem, Config, Limits], str | None],
 ) -> dict[str, Value]:
-    """The feasible config nearest to `wish` (numbers by their ratio), or the nearest of all where none is found.
+    """The feasible config nearest to `preferred` (numbers by their ratio); the nearest of all if none is feasible.
 
-    Nearer ones are looked at first, `_MOST_LOOKS` at most: spaces of fused GEMMs have a hundred thousand points.
+    Nearer ones are looked at first, `_MAX_LOOKS` at most: spaces of fused GEMMs have a hundred thousand points.
     """
-    axes = [_by_distance(axis.values(), wish[name]) for name, axis in space.axes]
+    axes = [_by_distance(axis.values(), preferred[name]) for name, axis in space.axes]
 
     def entry(places: tuple[int, ...]) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-        steps = [axis[place] for axis, place in zip(axes, places, strict=True)]
-        return sum(step[0] for step in steps), tuple(step[1] for step in steps), places
+        entries = [axis[place] for axis, place in zip(axes, places, strict=True)]
+        return sum(distance for distance, _, _ in entries), tuple(index for _, index, _ in entries), places
 
     first = (0,) * len(axes)
     heap, seen = [entry(first)], {first}
     nearest: dict[str, Value] | None = None
-    for _ in range(_MOST_LOOKS):
+    for _ in range(_MAX_LOOKS):
         if not heap:
             break
         _, _, places = heapq.heappop(heap)
@@ -172,20 +172,20 @@ def closest(
         nearest = nearest or config
         if infeasible(problem, config, limits) is None:
             return config
-        for number, place in enumerate(places):
-            further = (*places[:number], place + 1, *places[number + 1 :])
-            if place + 1 < len(axes[number]) and further not in seen:
+        for index, place in enumerate(places):
+            further = (*places[:index], place + 1, *places[index + 1 :])
+            if place + 1 < len(axes[index]) and further not in seen:
                 seen.add(further)
                 heapq.heappush(heap, entry(further))
     return nearest or {}
 
 
-def _by_distance(values: Sequence[Value], wish: float) -> list[tuple[float, int, Value]]:
+def _by_distance(values: Sequence[Value], preferred: float) -> list[tuple[float, int, Value]]:
     """(distance, index, value) of an axis' values, nearest first."""
 
     def distance(value: Value) -> float:
         if isinstance(value, (bool, str)):
-            return float(value != wish)
-        return abs(math.log2(value) - math.log2(max(wish, 1.0)))
+            return float(value != preferred)
+        return abs(math.log2(value) - math.log2(max(preferred, 1.0)))
 
     return sorted((distance(value), index, value) for index, value in enumerate(values))

@@ -1,8 +1,8 @@
 """The parts that variants for CPU tensors share: their space, passes through the ring of slots, and sums.
 
 They cut messages into chunks that stay in the cache and fit into slots of 1 MiB (`symm.ring`), so messages of any size
-pass. In `Stage.one_pass` every rank puts a chunk into its slot and takes what it needs from the slots of all ranks. The
-next chunk is published before this one is waited for, so copies and sums overlap those of the peers.
+pass. In `HostStage.one_pass` every rank puts a chunk into its slot and takes its parts from the slots of all ranks. The
+next chunk is published before this one is waited for, so copies and sums overlap the peers'.
 
 On one thread copies are `memmove`, and sums are NumPy's, or PyTorch's for 16-bit floats. Those are cut into pieces that
 are too small for PyTorch's thread pool, whose threads would wait for cores that the peers have. Where every rank has
@@ -13,7 +13,9 @@ Numerics: ordered; sums in rank order, of fp64 and integers in their own dtype a
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.variant import Collective, ComposedVariant, VariantBase, Workspace
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import DTYPES, ITEMSIZE, Limits, Problem, Variant
-from tunedcomm.symm.layout import RING_SLOTS
+from tunedcomm.symm.layout import RING_SLOT_BYTES, RING_SLOTS
 
 if TYPE_CHECKING:
     from tunedcomm.symm.ring import HostRing
@@ -31,7 +33,7 @@ KIB = 1024
 LINE = 64  # pieces and slices begin at cache lines
 _SMALLEST = 16 * KIB  # chunk
 _PIECE = 32704  # elements; PyTorch shares out the work on 32768 and more among threads
-_LEAST_OF_THREAD = 128 * KIB  # of a chunk, for each thread: 32768 elements of fp32
+_MIN_OF_THREAD = 128 * KIB  # of a chunk, for each thread: 32768 elements of fp32
 
 # (bytes of every rank's part in rank order, bytes of the result): fills in the result.
 Combine = Callable[[Sequence[Any], Any], None]
@@ -41,7 +43,20 @@ Put = Callable[[int, int, int, int], object]
 Take = Callable[[int, int, int, int, int], object]
 
 
-class HostVariant(VariantBase):
+class _CpuVariant(VariantBase):
+    """A variant for CPU tensors; its default config is taken for faster than the library where it can run."""
+
+    # 2: rows of 1 may call a right candidate incorrect, where the program's state entered the check.
+    version = 2
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        return 0
+
+    def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
+        return self.infeasible(problem, self.default(problem, limits), limits) is None
+
+
+class HostVariant(_CpuVariant):
     """A variant for CPU tensors of ranks on one host.
 
     Attributes:
@@ -76,30 +91,24 @@ class HostVariant(VariantBase):
         threads = int(config["threads"])
         if threads > 1 and threads * problem.world_size > limits.host_cores:
             return f"{threads} threads of {problem.world_size} ranks are more than the {limits.host_cores} cores"
-        if threads > 1 and min(chunk, whole) < threads * _LEAST_OF_THREAD:
+        if threads > 1 and min(chunk, whole) < threads * _MIN_OF_THREAD:
             return f"a chunk of {min(chunk, whole)} bytes is too little work for {threads} threads"
         return None
 
-    def num_blocks(self, problem: Problem, config: Config) -> int:
-        return 0
-
-    def wish(self, problem: Problem, limits: Limits) -> Mapping[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> Mapping[str, float]:
         spins = 1 if problem.world_size > limits.host_cores else 1024
         chunk_kib = min(self.first_chunk_kib, max(self.slot_bytes(problem) // KIB, 1))
         return {"chunk_kib": chunk_kib, "spins": spins, "threads": 1}
 
-    def untuned(self, problem: Problem, limits: Limits) -> bool:
-        return self.infeasible(problem, self.default(problem, limits), limits) is None
-
 
 class ScatterVariant(HostVariant):
-    """A variant whose slots hold a segment for each rank; `Problem.nbytes` are those of one segment of the message."""
+    """A variant whose slots hold a segment for each rank; `Problem.nbytes` counts one segment of the message."""
 
     def slot_bytes(self, problem: Problem) -> int:
         return problem.nbytes * problem.world_size
 
 
-class HostComposed(ComposedVariant):
+class HostComposed(_CpuVariant, ComposedVariant):
     """A collective of CPU tensors, with something before or after it in PyTorch.
 
     Attributes:
@@ -110,31 +119,26 @@ class HostComposed(ComposedVariant):
     space = HostVariant.space
     algorithms: Mapping[str, Variant]
 
-    def asked(self, problem: Problem) -> Problem:
+    def collective_problem(self, problem: Problem) -> Problem:
         """The collective's problem, with the call's op."""
         raise NotImplementedError
 
     def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
         algorithm = str(config.get("algorithm", next(iter(self.algorithms))))
-        return (Collective.of(self.algorithms[algorithm], self.asked(problem), config),)
+        return (Collective.of(self.algorithms[algorithm], self.collective_problem(problem), config),)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return None
 
-    def num_blocks(self, problem: Problem, config: Config) -> int:
-        return 0
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        asked, known = self.asked(problem), self.algorithms
-        best = next((name for name, variant in known.items() if variant.untuned(asked, limits)), next(iter(known)))
-        return {"algorithm": best, **known[best].default(asked, limits)}
-
-    def untuned(self, problem: Problem, limits: Limits) -> bool:
-        return self.infeasible(problem, self.default(problem, limits), limits) is None
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        inner, known = self.collective_problem(problem), self.algorithms
+        faster = (name for name, variant in known.items() if variant.default_beats_library(inner, limits))
+        best = next(faster, next(iter(known)))
+        return {"algorithm": best, **known[best].default(inner, limits)}
 
 
-class Stage:
-    """The ring as a bound problem sees it: what it has in the slots of all ranks, and room for a reduced chunk.
+class HostStage:
+    """The ring as a bound problem sees it: its bytes in the slots of all ranks, and room for a reduced chunk.
 
     Args:
         workspace: it has a ring wherever `infeasible` says nothing.
@@ -149,12 +153,11 @@ class Stage:
         threads: that copy and sum.
         copy: (target, source, bytes): copies from address to address.
         addresses: of the slots, by rank.
-        mine: of this rank's slots.
+        own_slots: of this rank's slots.
         room_at: address of room for a chunk.
     """
 
     def __init__(self, workspace: Workspace, problem: Problem, config: Config, *, segments: int = 1) -> None:
-        import numpy as np
 
         assert workspace.ring is not None, "limits.host_cores says that there is one"
         self.ring: HostRing = workspace.ring
@@ -162,11 +165,11 @@ class Stage:
         self.chunk = min(max(int(config["chunk_kib"]) * KIB // segments // LINE * LINE, LINE), problem.nbytes)
         ranks = range(self.ring.world_size)
         self.addresses = [[self.ring.address(rank, slot) for slot in range(RING_SLOTS)] for rank in ranks]
-        self.mine = self.addresses[self.ring.rank]
+        self.own_slots = self.addresses[self.ring.rank]
         self.threads = int(config["threads"])
         self.copy: Callable[[int, int, int], object] = ctypes.memmove if self.threads == 1 else _copy_on_threads
         self._typed = _typed(problem.dtype, by_torch=self.threads > 1)
-        self._room = np.empty(self.chunk, np.uint8)
+        self._room = self.ring.scratch[: self.chunk]
         self.room_at = int(self._room.ctypes.data)
 
     def sizes(self) -> set[int]:
@@ -183,12 +186,8 @@ class Stage:
 
     def parts(self, first: int, size: int) -> list[list[Any]]:
         """By slot, every rank's bytes from `first` on, typed."""
-        ranks = range(self.ring.world_size)
-        return [[self.own(rank, slot, first, size) for rank in ranks] for slot in range(RING_SLOTS)]
-
-    def own(self, rank: int, slot: int, first: int, size: int) -> Any:
-        """A rank's bytes in a slot, typed."""
-        return self._typed(self.ring.view(rank, slot, first, size))
+        view, ranks = self.ring.view, range(self.ring.world_size)
+        return [[self._typed(view(rank, slot, first, size)) for rank in ranks] for slot in range(RING_SLOTS)]
 
     def at(self, address: int, size: int) -> Any:
         """The caller's memory from an address on, typed."""
@@ -199,14 +198,15 @@ class Stage:
 
     def put_segments(self) -> Put:
         """Puts every rank's segment of a piece into the own slot."""
-        mine, chunk, nbytes, ranks, copy = self.mine, self.chunk, self.nbytes, range(self.ring.world_size), self.copy
+        own_slots, chunk, nbytes, copy = self.own_slots, self.chunk, self.nbytes, self.copy
+        ranks = range(self.ring.world_size)
         if chunk == nbytes:
             whole = nbytes * len(ranks)
-            return lambda slot, at_x, first, size: copy(mine[slot], at_x, whole)
+            return lambda slot, at_x, first, size: copy(own_slots[slot], at_x, whole)
 
         def put(slot: int, at_x: int, first: int, size: int) -> None:
             for rank in ranks:
-                copy(mine[slot] + rank * chunk, at_x + rank * nbytes + first, size)
+                copy(own_slots[slot] + rank * chunk, at_x + rank * nbytes + first, size)
 
         return put
 
@@ -239,44 +239,60 @@ class Stage:
         return AddressLaunch(run_on_threads)
 
     def one_pass(self, put: Put, take: Take) -> AddressLaunch:
-        """Launch by address; what calls share is bound here, for at 1 KiB Python is what takes the time."""
+        """Launch by address. All that calls share is bound here, because at 1 KiB Python takes most of the time."""
         spins, op, lock, plan = self.spins, self.op, self.ring.lock, self.plan()
-        claim, publish, wait, release = self.ring.claim, self.ring.publish, self.ring.wait, self.ring.release
+        begin, claim, publish, wait = self.ring.begin, self.ring.claim, self.ring.publish, self.ring.wait
+        exchange, release = self.ring.exchange, self.ring.release
         first_size = plan[0][1]
 
         def run_at_once(stream: int, at_x: int, at_out: int) -> None:
             with lock:
-                step = claim(op)
-                slot = step % RING_SLOTS
+                epoch = begin(op)
+                slot = epoch % RING_SLOTS
                 put(slot, at_x, 0, first_size)
-                publish(step)
-                wait(step, spins, op)
+                exchange(epoch, spins, op)
                 take(slot, at_x, at_out, 0, first_size)
-                release(step)
+                release(epoch)
 
-        def put_next(at_x: int, piece: tuple[int, int]) -> int:
-            step = claim(op)
-            put(step % RING_SLOTS, at_x, *piece)
-            publish(step)
-            return step
+        def put_next(epoch: int, at_x: int, piece: tuple[int, int]) -> int:
+            put(epoch % RING_SLOTS, at_x, *piece)
+            publish(epoch)
+            return epoch
 
         def run(stream: int, at_x: int, at_out: int) -> None:
             with lock:
-                step = put_next(at_x, plan[0])
-                for number, piece in enumerate(plan, 1):
-                    ahead = put_next(at_x, plan[number]) if number < len(plan) else 0
-                    wait(step, spins, op)
-                    take(step % RING_SLOTS, at_x, at_out, *piece)
-                    release(step)
-                    step = ahead
+                epoch = put_next(begin(op), at_x, plan[0])
+                for index, piece in enumerate(plan, 1):
+                    ahead = put_next(claim(op), at_x, plan[index]) if index < len(plan) else 0
+                    wait(epoch, spins, op)
+                    take(epoch % RING_SLOTS, at_x, at_out, *piece)
+                    release(epoch)
+                    epoch = ahead
 
         return self.launch(run_at_once if len(plan) == 1 else run)
 
     def combiner(self, problem: Problem) -> Combine:
         """A function that reduces parts in rank order."""
         if ITEMSIZE[problem.dtype] == 2:
-            return _combine_halves(problem, _PIECE if self.threads == 1 else self.chunk // 2)
-        return _combine_natively(problem, by_torch=self.threads > 1)
+            size = _PIECE if self.threads == 1 else max(self.chunk // 2, 1)
+            return _combine_halves(problem, size, self.ring.scratch[RING_SLOT_BYTES:])
+        combine = _combine_natively(problem, by_torch=self.threads > 1)
+        return combine if self.threads > 1 else _quiet(combine)
+
+
+def _quiet(combine: Combine) -> Combine:
+    """`combine` under NumPy's error state `ignore`: the program's may raise or warn where a sum overflows.
+
+    The state is entered by a context of its own, which costs 0.06 us where `np.errstate` costs 1 us.
+    """
+    import numpy as np
+
+    if np.__version__.startswith("1."):  # keeps the error state by thread, not by context
+        return np.errstate(all="ignore")(combine)
+    context = contextvars.Context()
+    run: Callable[..., Any] = context.run
+    run(np.seterr, all="ignore")
+    return functools.partial(run, combine)
 
 
 def _combine_natively(problem: Problem, *, by_torch: bool) -> Combine:
@@ -288,12 +304,15 @@ def _combine_natively(problem: Problem, *, by_torch: bool) -> Combine:
     reduce, divide, add = (getattr(library, name) for name in (names[problem.reduction], "divide", "add"))
     dtype = np.dtype(problem.dtype)
     is_mean, is_float = problem.reduction == "avg", dtype.kind == "f"
-    count, zero = dtype.type(problem.world_size), dtype.type(0)
+    # As arrays: NumPy takes 0.2 us to make one of a scalar.
+    count = problem.world_size if by_torch or not is_mean else np.array(problem.world_size, dtype)
+    zero = 0 if by_torch else np.array(0, dtype)
+    others = range(2, problem.world_size)
 
     def combine(parts: Sequence[Any], out: Any) -> None:
         reduce(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            reduce(out, part, out=out)
+        for rank in others:
+            reduce(out, parts[rank], out=out)
         if is_mean:
             divide(out, count, out=out)
         if is_float:  # −0.0 becomes +0.0, as in all ordered variants
@@ -302,14 +321,16 @@ def _combine_natively(problem: Problem, *, by_torch: bool) -> Combine:
     return combine
 
 
-def _combine_halves(problem: Problem, piece_size: int) -> Combine:
+def _combine_halves(problem: Problem, piece_size: int, scratch: Any) -> Combine:
+    """Sums of 16-bit floats in pieces; `scratch` holds two fp32 and a byte for each element of a piece."""
     import numpy as np
     import torch
 
     name = problem.reduction
     pick = {"max": torch.maximum, "min": torch.minimum}.get(name)
-    total, widened = torch.empty(piece_size), torch.empty(piece_size)
-    mask = np.empty(piece_size, np.bool_)
+    wide_bytes = 4 * piece_size
+    total, widened = (torch.from_numpy(part.view(np.float32)) for part in scratch[: 2 * wide_bytes].reshape(2, -1))
+    mask = scratch[2 * wide_bytes :][:piece_size].view(np.bool_)
     negative_zero = np.uint16(0x8000)
 
     def combine_piece(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -332,9 +353,9 @@ def _combine_halves(problem: Problem, piece_size: int) -> Combine:
 
     def combine(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         for first in range(0, len(out), piece_size):
-            here = slice(first, first + piece_size)
-            piece = out[here]
-            combine_piece([part[here] for part in parts], piece)
+            span = slice(first, first + piece_size)
+            piece = out[span]
+            combine_piece([part[span] for part in parts], piece)
             words = piece.view(torch.uint16).numpy()
             found = np.equal(words, negative_zero, mask[: len(words)])
             if found.any():
@@ -356,10 +377,11 @@ def _copy_on_threads(target: int, source: int, nbytes: int) -> None:
 
 
 def _typed(dtype: str, *, by_torch: bool) -> Callable[[Any], Any]:
-    """A function that views bytes as elements that a `Combine` takes."""
+    """Return a function that views bytes as the elements that a `Combine` takes."""
     if by_torch or ITEMSIZE[dtype] == 2:
         import torch
 
         kind = getattr(torch, dtype)
-        return lambda view: torch.from_numpy(view).view(kind) if len(view) else torch.empty(0, dtype=kind)
+        empty = torch.empty(0, dtype=kind, device="cpu")
+        return lambda view: torch.from_numpy(view).view(kind) if len(view) else empty
     return lambda view: view.view(dtype)

@@ -47,10 +47,10 @@ def _scatter(rows: torch.Tensor, reduction: str, group: Any) -> torch.Tensor:
 
 def scatter_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: Any) -> None:
     """Reduce every rank's x [ranks, n] in rank order; rank r gets row r in out [n]."""
-    step = max(_PIECE_BYTES // (len(x) * x.element_size()), 1)
-    for first in range(0, len(out), step):
-        rows = x[:, first : first + step].contiguous()
-        out[first : first + step] = _scatter(rows, reduction, group)
+    piece_rows = max(_PIECE_BYTES // (len(x) * x.element_size()), 1)
+    for first in range(0, len(out), piece_rows):
+        rows = x[:, first : first + piece_rows].contiguous()
+        out[first : first + piece_rows] = _scatter(rows, reduction, group)
 
 
 def reduce_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: Any) -> None:
@@ -59,14 +59,14 @@ def reduce_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: A
     import torch.distributed as dist
 
     ranks, gather = dist.get_world_size(group), all_gather_single()
-    step = max(_PIECE_BYTES // x.element_size(), 1)
-    for first in range(0, len(x), step):
-        piece = x[first : first + step]
+    piece_rows = max(_PIECE_BYTES // x.element_size(), 1)
+    for first in range(0, len(x), piece_rows):
+        piece = x[first : first + piece_rows]
         rows = piece.new_zeros((ranks, -(-len(piece) // ranks)))
         rows.view(-1)[: len(piece)] = piece
-        mine = _scatter(rows, reduction, group)
-        gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8), group=group)
-        out[first : first + step] = rows.view(-1)[: len(piece)]
+        own_rows = _scatter(rows, reduction, group)
+        gather(rows.view(-1).view(torch.uint8), own_rows.view(torch.uint8), group=group)
+        out[first : first + piece_rows] = rows.view(-1)[: len(piece)]
 
 
 class InOrderVariant(VariantBase):

@@ -1,4 +1,4 @@
-"""From a Triton function and its constants to something that launches in a few microseconds.
+"""Compiles a Triton function with its constants into a launch that takes a few microseconds.
 
 Kernels take their addresses and sizes as 64-bit integers, so that one binary serves every rank, every tensor and every
 size. A binary is named by a `CompileRequest`, which pickles: the compile pool builds it on a CPU into Triton's cache,
@@ -19,13 +19,23 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common import sync
 from tunedcomm.space import Value
+from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
     import torch
 
+# Kernel arguments that are tuples of so many int64, by name; every other runtime argument is one int64.
+_TUPLES = {
+    **dict.fromkeys(("peers", "input_peers", "panel_peers", "out_peers", "flag_peers"), MAX_WORLD_SIZE - 1),
+    **dict.fromkeys(("send_from", "send_bytes", "recv_to", "recv_bytes"), MAX_WORLD_SIZE - 1),
+    **dict.fromkeys(("shape", "scale_strides"), 2),
+}
 _MAX_THREADS_PER_SM = 2048
 _MAX_BLOCKS_PER_SM = 32
 _REGISTERS_PER_SM = 65536
+
+
+Argument = int | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +83,10 @@ _settled: set[int] = set()  # ids of Triton functions; they live as long as thei
 
 
 def _settle_key(function: Any) -> None:
-    """Take the key of a function's source in Triton's cache behind those of all that it calls.
+    """Compute the cache key of a Triton function after the keys of all functions that it calls.
 
-    Up to Triton 3.6 it depends on which of those have theirs, so that a process did not find what others compiled.
+    Up to Triton 3.6 the key depends on which callees already have a key. Without a fixed order, a process does not find
+    binaries that another process compiled.
     """
     if id(function) in _settled:
         return
@@ -95,7 +106,8 @@ def _compile(request: CompileRequest, target: Any) -> Any:
     kernel = request.resolve()
     _settle_key(kernel)
     constants = dict(request.constants)
-    signature = {name: "constexpr" if name in constants else "i64" for name in kernel.arg_names}
+    signature = {name: ("i64",) * _TUPLES[name] if name in _TUPLES else "i64" for name in kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
     options = {
         "num_warps": request.num_warps,
@@ -132,7 +144,7 @@ def resident_blocks(
 
 @dataclass(slots=True)
 class Residency:
-    """The share of the GPU that kernels bound meanwhile take, of all blocks of theirs that fit on it at once.
+    """The share of the GPU that kernels occupy that are bound inside `within`.
 
     Attributes:
         limit: share that each may take if fewer registers a thread make it fit.
@@ -148,7 +160,7 @@ _residency: ContextVar[Residency | None] = ContextVar("residency", default=None)
 
 @contextlib.contextmanager
 def within(limit: float) -> Iterator[Residency]:
-    """Bind kernels so that they take no more than `limit` of the GPU, where that can be had."""
+    """Bind kernels so that they occupy at most `limit` of the GPU, if fewer registers a thread achieve that."""
     found = Residency(limit)
     token = _residency.set(found)
     try:
@@ -158,7 +170,7 @@ def within(limit: float) -> Iterator[Residency]:
 
 
 def fewer_registers(grid: int, threads: int, num_sms: int, limit: float) -> int:
-    """Registers a thread with which a grid takes no more than `limit` of the GPU."""
+    """Registers a thread with which a grid occupies at most `limit` of the GPU."""
     blocks_of_sm = -(-grid // max(int(num_sms * limit), 1))
     return max(_REGISTERS_PER_SM // (blocks_of_sm * threads) // 8 * 8, 24)
 
@@ -170,19 +182,19 @@ def input_and_output(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class AddressLaunch:
-    """A launch that needs nothing of its inputs and outputs but their addresses.
+    """A launch that needs only the addresses of its inputs and outputs.
 
     Attributes:
         by_address: `(stream, address of every input and output that the op may have, further numbers)`, in an order
             that the op fixes, 0 for what a problem does not have.
-        arrange: `(inputs, outputs)` to what `by_address` takes after the stream.
+        addresses: `(inputs, outputs)` to what `by_address` takes after the stream.
     """
 
     by_address: Callable[..., None]
-    arrange: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[int, ...]] = input_and_output
+    addresses: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[int, ...]] = input_and_output
 
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        self.by_address(stream, *self.arrange(inputs, outputs))
+        self.by_address(stream, *self.addresses(inputs, outputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +205,21 @@ class BoundKernel:
         fix: takes the runtime arguments, None for those that vary, and returns a launch `(stream, *varying)`.
     """
 
-    fix: Callable[[Sequence[int | None]], Callable[..., None]]
+    fix: Callable[[Sequence[Argument | None]], Callable[..., None]]
 
 
-def _as_int64(value: int) -> Any:
-    """An argument of the type that compiled kernels have it in.
+def _as_int64(value: Argument) -> Any:
+    """An int64 argument for the interpreter, or a tuple of them, as compiled kernels get it.
 
-    The interpreter makes 32 bits of a number that fits in them, and then no pointer of it: where Python is not a
-    position-independent executable (Debian's), the heap and with it many a tensor lies below 2 GiB.
+    The interpreter stores a number below 2^31 in 32 bits, and cannot make a pointer of those. If Python is not a
+    position-independent executable (as on Debian), the heap and many tensors lie below 2 GiB.
     """
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
+
+    if isinstance(value, tuple):
+        return tuple(map(_as_int64, value))
 
     return tl.tensor(TensorHandle(np.array([value], dtype=np.int64), tl.int64), tl.int64)
 
@@ -212,7 +227,7 @@ def _as_int64(value: int) -> Any:
 def _dot_in_order(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
     """The interpreter's dot, summed in the order of the depth.
 
-    numpy's products add in an order that depends on the element's place in the block, and a row's bits with it.
+    NumPy's products add in an order that depends on the element's place in the block, so a row's bits would too.
     """
     import numpy as np
 
@@ -226,30 +241,44 @@ def _dot_in_order(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> An
 
 
 # Triton's interpreter keeps the running program in globals. Kernels of one process follow each other.
-_interpreter = threading.Lock()
+_interpreter = threading.RLock()
+_running: list[str] = []  # kernels, under that lock
 
 
 def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
+    import numpy as np
+    from triton.runtime.errors import InterpreterError
     from triton.runtime.interpreter import interpreter_builder as builder
+
+    from tunedcomm.symm.control import refuse_nested
 
     kernel, constants = request.resolve(), dict(request.constants)
 
-    def launch(stream: int, *args: int) -> None:
+    def launch(stream: int, *args: Argument) -> None:
         del stream
-        with _interpreter:
+        with _interpreter, np.errstate(all="ignore"):  # the program's state may raise where a sum overflows
+            if _running:
+                refuse_nested(request.function)
+            _running.append(request.function)
             builder.create_dot = functools.partial(_dot_in_order, builder)
             try:
                 kernel[(grid,)](*(_as_int64(value) for value in args), **constants)
+            except InterpreterError as error:
+                cause: BaseException = error
+                while isinstance(cause, InterpreterError) and cause.__cause__ is not None:
+                    cause = cause.__cause__
+                raise cause from None  # what a signal handler raised, for one, is the program's
             finally:
                 del builder.create_dot
+                _running.clear()
 
     return BoundKernel(functools.partial(_fill_in, launch))
 
 
-def _fill_in(launch: Callable[..., None], arguments: Sequence[int | None]) -> Callable[..., None]:
+def _fill_in(launch: Callable[..., None], arguments: Sequence[Argument | None]) -> Callable[..., None]:
     """Wrap `launch(stream, *arguments)` so that only the arguments that are None are given at each call."""
 
-    def run(stream: int, *varying: int) -> None:
+    def run(stream: int, *varying: Argument) -> None:
         given = iter(varying)
         launch(stream, *(next(given) if value is None else value for value in arguments))
 
@@ -257,9 +286,9 @@ def _fill_in(launch: Callable[..., None], arguments: Sequence[int | None]) -> Ca
 
 
 def _through_triton(
-    compiled: Any, grid: int, tail: tuple[Any, ...], scratch: Any, arguments: Sequence[int | None]
+    compiled: Any, grid: int, tail: tuple[Any, ...], scratch: Any, arguments: Sequence[Argument | None]
 ) -> Callable[..., None]:
-    """The least Python above the driver's launch that this Triton allows: one function if what varies comes first.
+    """Launch with as little Python as this Triton allows: one function if the varying arguments come first.
 
     `CompiledKernel.run` is a Python object around Triton's C function; where its layout is one of the known two, the C
     function is called directly, else `run` is. `scratch` is where the kernel keeps its tensor descriptors; the calls of
@@ -272,7 +301,7 @@ def _through_triton(
     unknown = not hasattr(run, "global_scratch_size") or getattr(run, "profile_scratch_size", 1) > 0
     if unknown or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
 
-        def launch(stream: int, *args: int) -> None:
+        def launch(stream: int, *args: Argument) -> None:
             run(grid, 1, 1, stream, function, packed, None, None, None, *args, *rest)
 
         return _fill_in(launch, arguments) if mixed else launch
@@ -280,13 +309,13 @@ def _through_triton(
     shared = hasattr(run, "kernel_signature")  # a Triton whose kernels share one C launcher
     described = (run.arg_annotations, run.kernel_signature) if shared else ()
 
-    def launch_shared(stream: int, *args: int) -> None:
+    def launch_shared(stream: int, *args: Argument) -> None:
         entry(
             grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, scratch, None, *described,
             (*args, *rest),
         )  # fmt: skip
 
-    def launch_own(stream: int, *args: int) -> None:
+    def launch_own(stream: int, *args: Argument) -> None:
         entry(grid, 1, 1, stream, function, cooperative, pdl, scratch, None, packed, None, None, None, *args, *rest)
 
     known = launch_shared if shared else launch_own

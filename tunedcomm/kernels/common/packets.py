@@ -4,8 +4,8 @@ A packet holds 8 elements of a 16-bit dtype or 4 of fp32. Payload words are move
 Functions with `elements` in their name serve kernels that reduce; those with `bytes`, kernels that only move payloads.
 
 **Ordered numerics.** `ordered` variants start from +0.0 and add the ranks' values in fp32 in rank order 0 … n−1, divide
-by n for avg, and round once to the payload's dtype. Starting from +0.0 makes the sum blind to the sign of zero inputs,
-which is what lets `arm` replace the sentinel by +0.0 without changing any result. A result that avg rounds to −0.0 is
+by n for avg, and round once to the payload's dtype. A sum that starts from +0.0 ignores the sign of zero inputs, so
+`escape_sentinel` may replace the sentinel by +0.0 without changing any result. A result that avg rounds to −0.0 is
 written as +0.0 for the same reason: it may have to travel as a packet.
 
 **Alignment of bytes.** Chunks of a message begin at multiples of its size, which need not be a multiple of 16. `ALIGN`
@@ -75,47 +75,53 @@ def read_elements(x, packet, numel, mask, WIDTH: tl.constexpr, TAIL: tl.constexp
 
     TAIL: the last packet is not full and is read element by element, so that nothing behind the tensor is touched.
     """
-    PER: tl.constexpr = 16 // WIDTH
+    PER_PACKET: tl.constexpr = 16 // WIDTH
     numel = numel.to(tl.int64)
     if INTERPRET:
         mask = as_mask(mask)
-    full = mask & (packet < numel // PER)
+    full = mask & (packet < numel // PER_PACKET)
     w0, w1, w2, w3 = load_packets(x + packet * 16, full)
     if TAIL:
-        last = mask & (packet == numel // PER)
-        element = packet * PER
+        last = mask & (packet == numel // PER_PACKET)
+        element = packet * PER_PACKET
         w0 |= _load_word(x, element, numel, last, WIDTH)
-        w1 |= _load_word(x, element + PER // 4, numel, last, WIDTH)
-        w2 |= _load_word(x, element + PER // 2, numel, last, WIDTH)
-        w3 |= _load_word(x, element + 3 * PER // 4, numel, last, WIDTH)
+        w1 |= _load_word(x, element + PER_PACKET // 4, numel, last, WIDTH)
+        w2 |= _load_word(x, element + PER_PACKET // 2, numel, last, WIDTH)
+        w3 |= _load_word(x, element + 3 * PER_PACKET // 4, numel, last, WIDTH)
     return w0, w1, w2, w3
 
 
 @triton.jit
 def write_elements(out, packet, numel, w0, w1, w2, w3, mask, WIDTH: tl.constexpr, TAIL: tl.constexpr):
     """Write packets to a contiguous, 16-byte aligned tensor at address `out`; nothing behind its end is touched."""
-    PER: tl.constexpr = 16 // WIDTH
+    PER_PACKET: tl.constexpr = 16 // WIDTH
     numel = numel.to(tl.int64)
     if INTERPRET:
         mask = as_mask(mask)
-    store_packets(out + packet * 16, w0, w1, w2, w3, mask & (packet < numel // PER))
+    store_packets(out + packet * 16, w0, w1, w2, w3, mask & (packet < numel // PER_PACKET))
     if TAIL:
-        last = mask & (packet == numel // PER)
-        element = packet * PER
+        last = mask & (packet == numel // PER_PACKET)
+        element = packet * PER_PACKET
         _store_word(out, element, numel, w0, last, WIDTH)
-        _store_word(out, element + PER // 4, numel, w1, last, WIDTH)
-        _store_word(out, element + PER // 2, numel, w2, last, WIDTH)
-        _store_word(out, element + 3 * PER // 4, numel, w3, last, WIDTH)
+        _store_word(out, element + PER_PACKET // 4, numel, w1, last, WIDTH)
+        _store_word(out, element + PER_PACKET // 2, numel, w2, last, WIDTH)
+        _store_word(out, element + 3 * PER_PACKET // 4, numel, w3, last, WIDTH)
 
 
 @triton.jit
-def arm(w):
+def escape_sentinel(w):
     """Make a payload word distinct from the sentinel.
 
     The sentinel's bits are −0.0 in fp32 and (−0.0, +0.0) in two 16-bit halves, whatever the dtype; replacing that one
     word by 0 turns −0.0 into +0.0 and leaves every other word alone, NaN payloads included.
     """
     return tl.where(w == SENTINEL, 0, w)
+
+
+@triton.jit
+def escape_sentinels(w0, w1, w2, w3):
+    """`escape_sentinel` for the four words of a packet."""
+    return escape_sentinel(w0), escape_sentinel(w1), escape_sentinel(w2), escape_sentinel(w3)
 
 
 @triton.jit
@@ -278,13 +284,13 @@ def add_extras(s, b, r, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.co
 @triton.jit
 def _load_piece(address, left, OFFSET: tl.constexpr, mask, ALIGN: tl.constexpr):
     """`ALIGN` bytes at `OFFSET` of a packet as an int32, without sign; 0 from `left` on."""
-    here = mask & (left > OFFSET)
+    piece_mask = mask & (left > OFFSET)
     if ALIGN == 4:
-        return tl.load((address + OFFSET).to(tl.pointer_type(tl.int32)), mask=here, other=0)
+        return tl.load((address + OFFSET).to(tl.pointer_type(tl.int32)), mask=piece_mask, other=0)
     elif ALIGN == 2:
-        return tl.load((address + OFFSET).to(tl.pointer_type(tl.int16)), mask=here, other=0).to(tl.int32) & 0xFFFF
+        return tl.load((address + OFFSET).to(tl.pointer_type(tl.int16)), mask=piece_mask, other=0).to(tl.int32) & 0xFFFF
     else:
-        return tl.load((address + OFFSET).to(tl.pointer_type(tl.int8)), mask=here, other=0).to(tl.int32) & 0xFF
+        return tl.load((address + OFFSET).to(tl.pointer_type(tl.int8)), mask=piece_mask, other=0).to(tl.int32) & 0xFF
 
 
 @triton.jit
@@ -314,15 +320,15 @@ def load_bytes(address, left, mask, ALIGN: tl.constexpr):
 @triton.jit
 def _store_word_bytes(address, left, word, WORD: tl.constexpr, mask, ALIGN: tl.constexpr):
     for i in tl.static_range(4 // ALIGN):
-        here = mask & (left > 4 * WORD + i * ALIGN)
+        piece_mask = mask & (left > 4 * WORD + i * ALIGN)
         piece = word >> (8 * ALIGN * i)
         at = address + (4 * WORD + i * ALIGN)
         if ALIGN == 4:
-            tl.store(at.to(tl.pointer_type(tl.int32)), piece, mask=here)
+            tl.store(at.to(tl.pointer_type(tl.int32)), piece, mask=piece_mask)
         elif ALIGN == 2:
-            tl.store(at.to(tl.pointer_type(tl.int16)), piece.to(tl.int16), mask=here)
+            tl.store(at.to(tl.pointer_type(tl.int16)), piece.to(tl.int16), mask=piece_mask)
         else:
-            tl.store(at.to(tl.pointer_type(tl.int8)), piece.to(tl.int8), mask=here)
+            tl.store(at.to(tl.pointer_type(tl.int8)), piece.to(tl.int8), mask=piece_mask)
 
 
 @triton.jit
@@ -401,7 +407,7 @@ def _multimem_store_asm():
 def load_reduce(multicast, peers, local, offset, mask, DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr):
     """The sum over all ranks of the packet at `offset` of the lane: fp32 accumulation in the switch, one rounding.
 
-    The order of the sum is the switch's: the same bits for the same load, but not those of `ordered` variants.
+    The order of the sum is the switch's: the same bits for the same load, but not the bits of `ordered` variants.
     """
     if INTERPRET:
         words = load_packets(local + offset, mask)

@@ -14,14 +14,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.copies import Copies
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    arrive,
-    await_peers,
-    by_step,
-    read_counter,
-    write_counter,
-)
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, by_turn, exchange_flags, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.sync import INTERPRET, fence_descriptors, signal, wait_together
 from tunedcomm.kernels.common.variant import lane_arguments
@@ -39,16 +32,15 @@ _RANKS = tl.constexpr(layout.MAX_WORLD_SIZE)
 
 
 @triton.jit
-def begin_panels_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, panels, WORLD_SIZE: tl.constexpr):
-    """One block: all ranks are done with their panels; count the call."""
+def begin_panels_kernel(local, peers, rank, timeout_ns, status, panels, WORLD_SIZE: tl.constexpr):
+    """One block: wait until all ranks are done with their panels, then count the call."""
     epoch = read_counter(local, EPOCH_OFFSET)
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
     place = (panels + _NUMBER).to(tl.pointer_type(tl.int64))
-    number = tl.load(place)
+    calls = tl.load(place)
     if not INTERPRET:
         tl.debug_barrier()  # all threads have read before one writes
-    tl.store(place, number + 1)
+    tl.store(place, calls + 1)
     write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
@@ -59,37 +51,37 @@ def call_number(panels):
 
 
 @triton.jit
-def announce(p0, p1, p2, p3, p4, p5, p6, rank, chunk, number, WORLD_SIZE: tl.constexpr):
+def announce(panel_peers, rank, chunk, epoch, WORLD_SIZE: tl.constexpr):
     """Raise the flag of this rank's chunk in all peers' panels; releases all that this block has done before."""
     peer = tl.arange(0, _RANKS)
-    flags = by_step(p0, p1, p2, p3, p4, p5, p6) + (rank * CHUNKS + chunk) * 8
-    signal(flags, number + peer.to(tl.int64) * 0, peer < WORLD_SIZE - 1)
+    flags = by_turn(panel_peers) + (rank * CHUNKS + chunk) * 8
+    signal(flags, epoch + peer.to(tl.int64) * 0, peer < WORLD_SIZE - 1)
 
 
 @triton.jit
-def announce_to(target, rank, chunk, number):
+def announce_to(target, rank, chunk, epoch):
     """Raise the flag of this rank's chunk in the panels at address `target`; releases as `announce` does."""
     peer = tl.arange(0, _RANKS)
     flags = target + (rank * CHUNKS + chunk) * 8 + peer.to(tl.int64) * 0
-    signal(flags, number + peer.to(tl.int64) * 0, peer == 0)
+    signal(flags, epoch + peer.to(tl.int64) * 0, peer == 0)
 
 
 @triton.jit
-def await_chunk(panels, source, chunk, number, timeout_ns, status):
+def await_chunk(panels, source, chunk, epoch, timeout_ns, status):
     """Wait, as a block, until chunk `chunk` of rank `source` is here; reads of any kind see it afterwards."""
     peer = tl.arange(0, _RANKS)
     none = peer.to(tl.int64) * 0
     at = panels + (none + source * CHUNKS + chunk) * 8
-    wait_together(at, number + none, peer == 0, (none + source).to(tl.int32), timeout_ns, status)
+    wait_together(at, epoch + none, peer == 0, (none + source).to(tl.int32), timeout_ns, status)
     fence_descriptors()
 
 
 @triton.jit
-def await_chunk_of_all(panels, chunk, rank, number, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+def await_chunk_of_all(panels, chunk, rank, epoch, timeout_ns, status, WORLD_SIZE: tl.constexpr):
     """`await_chunk` for the same chunk of every peer."""
     peer = tl.arange(0, _RANKS)
     at = panels + (peer.to(tl.int64) * CHUNKS + chunk) * 8
-    wait_together(at, number + peer.to(tl.int64) * 0, (peer < WORLD_SIZE) & (peer != rank), peer, timeout_ns, status)
+    wait_together(at, epoch + peer.to(tl.int64) * 0, (peer < WORLD_SIZE) & (peer != rank), peer, timeout_ns, status)
     fence_descriptors()
 
 

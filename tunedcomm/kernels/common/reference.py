@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
-from tunedcomm.metrics import busbw_factor
+from tunedcomm.metrics import all_reduce_factor, shard_factor
 from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
@@ -110,6 +110,21 @@ def powers_of_two(
     return sizes
 
 
+def hidden_states(shard: Any) -> list[tuple[int, ...]]:
+    """`OpSpec.model_shapes` of the hidden states of all tokens, as one row of elements."""
+    return [(shard.tokens * shard.model.hidden_size,)]
+
+
+def rank_hidden_states(shard: Any) -> list[tuple[int, ...]]:
+    """`OpSpec.model_shapes` of the hidden states of one rank's share of the tokens, as one row of elements."""
+    return [(shard.tokens_per_rank * shard.model.hidden_size,)]
+
+
+def hidden_rows(shard: Any) -> list[tuple[int, ...]]:
+    """`OpSpec.model_shapes` of the hidden states of all tokens, one row a token."""
+    return [(shard.tokens, shard.model.hidden_size)]
+
+
 def row_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
     """Matrices of 1 to 4096 rows on GPUs, and a few small ones on the host."""
     if backend != "cuda":
@@ -159,10 +174,12 @@ def register_reduction(
             # ‖out − ref‖ / ‖ref‖ of a sum of up to 8 ranks: a few roundings in the payload's dtype.
             tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
             message_bytes=lambda problem: problem.nbytes,
-            busbw_factor=lambda world_size: busbw_factor(name, world_size),
+            busbw_factor=shard_factor if scatters else all_reduce_factor,
             default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib, host_largest=host_largest),
             ordered_reference=exact,
             in_place=not scatters,
+            is_per_rank=scatters,
+            model_shapes=rank_hidden_states if scatters else hidden_states,
         )
     )
 
@@ -178,7 +195,8 @@ def draw_any(problem: Problem, numel: int, rank: int, seed: int, kind: str, devi
     values = torch.randint(0, most, (numel,), generator=generator, device=device, dtype=torch.int32).to(dtype)
     words = values.view(torch.uint8)[: values.nbytes // 4 * 4].view(torch.int32)
     if kind == "integers" and len(words):
-        places = torch.randint(0, len(words), (len(words) // 32 + 2,), generator=generator, device=device)
+        shape = (len(words) // 32 + 2,)
+        places = torch.randint(0, len(words), shape, generator=generator, dtype=torch.int64, device=device)
         words[places[0::2]] = SENTINEL.value
         words[places[1::2]] = ESCAPE.value
     return values
@@ -193,11 +211,15 @@ def register_move(
     received: Callable[[Problem, Sequence[tuple[Any, ...]], int], torch.Tensor],
     largest_mib: int,
     make_outputs: Callable[[Problem, Any], tuple[torch.Tensor, ...]] = outputs_of_ranks,
+    model_shapes: Callable[[Any], list[tuple[int, ...]]] | None = None,
+    is_per_rank: bool = True,
+    mask_unspecified: Callable[[Problem, Any, Any], Any] = lambda problem, inputs, outputs: (inputs, outputs),
 ) -> OpSpec:
     """Register an op that moves values of any dtype and computes nothing.
 
     Args:
-        name, summary, shape_help, make_inputs, make_outputs: as in `OpSpec`.
+        name, summary, shape_help, make_inputs, make_outputs, model_shapes, is_per_rank, mask_unspecified: as in
+            `OpSpec`.
         received: `(problem, inputs of every rank, rank)` to the rank's result.
         largest_mib: the largest message that is swept on GPUs.
     """
@@ -221,8 +243,11 @@ def register_move(
             reference=reference,
             tolerance=dict.fromkeys(DTYPES, 0.0),
             message_bytes=lambda problem: problem.nbytes,
-            busbw_factor=lambda world_size: busbw_factor(name, world_size),
+            busbw_factor=shard_factor if is_per_rank else lambda world_size: 1.0,
             default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib),
             ordered_reference=exact,
+            is_per_rank=is_per_rank,
+            mask_unspecified=mask_unspecified,
+            model_shapes=model_shapes,
         )
     )

@@ -3,7 +3,7 @@
 A stored row serves only while the hash of its variant is the one that was measured. The hash covers what runs:
 
 - the syntax of every kernel and of every function that it calls, without comments, docstrings and formatting;
-- each global name as what it stands for: a function as the hash of its own source, a constant as its type and value,
+- each global name as its value: a function as the hash of its own source, a constant as its type and value,
   things of Triton, Python and other libraries as their qualified name;
 - arguments and local variables as their number in order of appearance, so that renaming them changes nothing;
   arguments of a call as the callee's parameters that they bind;
@@ -76,7 +76,7 @@ def _is_library(value: Any) -> bool:
 @functools.cache
 def _digest(definition: Any) -> str:
     """SHA-256 over a function or class and all that it uses."""
-    text = _Told(definition).text()
+    text = _HashWalk(definition).text()
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -149,8 +149,8 @@ def _dotted(node: ast.expr) -> tuple[ast.expr, list[str]]:
     return node, attributes
 
 
-class _Told:
-    """Writes one definition's syntax as text, each name as what it stands for."""
+class _HashWalk:
+    """Writes one definition's syntax as text, each name as its value."""
 
     def __init__(self, definition: Any) -> None:
         self._definition = definition
@@ -187,8 +187,8 @@ class _Told:
     def _fields(self, node: ast.AST, *, first: str = "") -> str:
         # Newer Pythons add fields, which are empty in code that older ones can read.
         names = sorted(node._fields, key=lambda name: name != first) if first else node._fields
-        told = [(name, getattr(node, name, None)) for name in names if name not in _SKIPPED_FIELDS]
-        inner = ",".join(f"{name}={self._node(value)}" for name, value in told if value is not None and value != [])
+        parts = [(name, getattr(node, name, None)) for name in names if name not in _SKIPPED_FIELDS]
+        inner = ",".join(f"{name}={self._node(value)}" for name, value in parts if value is not None and value != [])
         return f"{type(node).__name__}({inner})"
 
     def _enter(self, node: ast.AST) -> str:
@@ -252,8 +252,8 @@ class _Told:
             (f"{positions[word.arg]:03}" if word.arg in positions else f"{word.arg}=", word.value)
             for word in node.keywords
         ]
-        told = ",".join(f"{name} {self._node(value)}" for name, value in sorted(given, key=lambda pair: pair[0]))
-        return f"Call({self._node(node.func)};{told})"
+        parts = ",".join(f"{name} {self._node(value)}" for name, value in sorted(given, key=lambda pair: pair[0]))
+        return f"Call({self._node(node.func)};{parts})"
 
     def _value(self, value: Any, name: str) -> str:
         if any(value is ignored for ignored in _IGNORED):

@@ -248,34 +248,23 @@ def store_packets(address, w0, w1, w2, w3, mask, REMOTE: tl.constexpr = False):
 def _note_missing(ranks, missing, status):
     """Interpreter: fill in the status block for the `ranks` where `missing`."""
     block = (status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))
-    number = (status & (_STATUS_BYTES - 1)).to(tl.int32)
-    tl.store(block + 1 + ranks, number, mask=missing)
+    caller = (status & (_STATUS_BYTES - 1)).to(tl.int32)
+    tl.store(block + 1 + ranks, caller, mask=missing)
     tl.store(block, 1)
 
 
 @triton.jit
-def _poll_one(address, mask, index, timeout_ns, status):
-    """Interpreter: the packet at each `address` once no word of it is the sentinel; 0 where `mask` is false."""
-    p = address.to(tl.pointer_type(tl.int32))
-    mask = as_mask(mask)
-    waiting = True
-    start = _clock_ns()
-    while waiting:
-        w0 = tl.load(p, mask=mask, other=0, volatile=True)
-        w1 = tl.load(p + 1, mask=mask, other=0, volatile=True)
-        w2 = tl.load(p + 2, mask=mask, other=0, volatile=True)
-        w3 = tl.load(p + 3, mask=mask, other=0, volatile=True)
-        missing = (w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL)
-        waiting = tl.max(missing.to(tl.int32), axis=0) > 0
-        if waiting:
-            _yield_cpu()
-            if tl.load((status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))) != 0:
-                waiting = False
-            elif _clock_ns() - start > timeout_ns:
-                ranks = tl.arange(0, 1) + index
-                _note_missing(ranks, ranks >= 0, status)
-                waiting = False
-    return w0, w1, w2, w3
+def _polls_again(missing, ranks, start, timeout_ns, status):
+    """Interpreter: False once nothing is missing, this wait is over its bound, or an earlier wait gave up."""
+    again = tl.max(missing.to(tl.int32), axis=0) > 0
+    if again:
+        _yield_cpu()
+        if tl.load((status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))) != 0:
+            again = False
+        elif _clock_ns() - start > timeout_ns:
+            _note_missing(ranks, missing, status)
+            again = False
+    return again
 
 
 @triton.jit
@@ -291,7 +280,8 @@ def poll_packets(address, slot_bytes, mask, skip, timeout_ns, status, WORLD_SIZE
     if INTERPRET:
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            words = words + _poll_one(address + i * slot_bytes, mask & (skip != i), i, timeout_ns, status)
+            ranks = tl.zeros(address.shape, tl.int32) + i
+            words = words + poll_from(address + i * slot_bytes, mask & (skip != i), ranks, timeout_ns, status)
         return words
     else:
         return tl.inline_asm_elementwise(
@@ -347,15 +337,7 @@ def wait(flag_addresses, epoch, mask, ranks, timeout_ns, status):
         start = _clock_ns()
         while waiting:
             seen = tl.load(p, mask=mask, other=0, volatile=True)
-            late = mask & (seen < epoch)
-            waiting = tl.max(late.to(tl.int32), axis=0) > 0
-            if waiting:
-                _yield_cpu()
-                if tl.load((status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))) != 0:
-                    waiting = False
-                elif _clock_ns() - start > timeout_ns:
-                    _note_missing(ranks, late, status)
-                    waiting = False
+            waiting = _polls_again(mask & (seen < epoch), ranks, start, timeout_ns, status)
     else:
         tl.inline_asm_elementwise(
             _wait_asm(),
@@ -441,15 +423,8 @@ def poll_words(address, slot_bytes, slots, timeout_ns, status, WORLD_SIZE: tl.co
             start = _clock_ns()
             while waiting:
                 word = tl.load(p, mask=wanted, other=0, volatile=True)
-                waiting = tl.max((word == SENTINEL).to(tl.int32), axis=0) > 0
-                if waiting:
-                    _yield_cpu()
-                    if tl.load((status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))) != 0:
-                        waiting = False
-                    elif _clock_ns() - start > timeout_ns:
-                        ranks = tl.arange(0, 1) + i
-                        _note_missing(ranks, ranks >= 0, status)
-                        waiting = False
+                ranks = tl.zeros(word.shape, tl.int32) + i
+                waiting = _polls_again(word == SENTINEL, ranks, start, timeout_ns, status)
             words = words + (word,)  # type: ignore[assignment]
         return words
     else:
@@ -524,14 +499,7 @@ def poll_from(address, mask, ranks, timeout_ns, status):
             w2 = tl.load(p + 2, mask=mask, other=0, volatile=True)
             w3 = tl.load(p + 3, mask=mask, other=0, volatile=True)
             missing = (w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL)
-            waiting = tl.max(missing.to(tl.int32), axis=0) > 0
-            if waiting:
-                _yield_cpu()
-                if tl.load((status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))) != 0:
-                    waiting = False
-                elif _clock_ns() - start > timeout_ns:
-                    _note_missing(ranks, missing, status)
-                    waiting = False
+            waiting = _polls_again(missing, ranks, start, timeout_ns, status)
         return w0, w1, w2, w3
     else:
         return tl.inline_asm_elementwise(

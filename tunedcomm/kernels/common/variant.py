@@ -8,10 +8,10 @@ is described by a subclass of it, or of its op's own subclass (`AllReduceVariant
         summary = "one-shot push without flags"
         kernels = (lamport_kernel,)
         space = Space({"num_blocks": Choice(1, 2, 4), "num_warps": PowerOfTwo(1, 16)})
-        areas = ("arena", "stage_bytes")  # of the workspace; the kernel's last arguments
+        trailing_arguments = ("arena", "stage_bytes")  # of the workspace; the kernel's last arguments
 
         def refuse_config(self, problem, config, limits): ...  # a sentence, or None
-        def wish(self, problem, limits): ...  # the config to try first; the nearest feasible one is taken
+        def preferred_config(self, problem, limits): ...  # the config to try first; the nearest feasible one is taken
 
 `Lamport.variant` is the registered `Variant`.
 """
@@ -34,7 +34,7 @@ from tunedcomm.kernels.common.feasibility import (
     refuse_stage,
     refuse_staging,
 )
-from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel, input_and_output
+from tunedcomm.kernels.common.launch import AddressLaunch, Argument, CompileRequest, bind_kernel, input_and_output
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, packets_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import DTYPES, Limits, Numerics, Problem, Variant, register_variant
@@ -46,11 +46,11 @@ else:
     Workspace = Any  # readers of databases import kernels and shall not wait for torch
 
 
-def lane_arguments(problem: Problem, workspace: Workspace) -> tuple[int, ...]:
-    """Arguments `local, q0 … q6, rank, timeout_ns, status` of a kernel."""
+def lane_arguments(problem: Problem, workspace: Workspace) -> tuple[Argument, ...]:
+    """Arguments `local, peers, rank, timeout_ns, status` of a kernel."""
     lane = workspace.lanes[problem.mode]
     status = workspace.status_argument(problem)
-    return (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, status)
+    return (lane.local, lane.peers, workspace.rank, workspace.timeout_ns, status)
 
 
 HOST_GRID: Mapping[str, float] = {"num_blocks": 2, "num_warps": 16}
@@ -76,7 +76,7 @@ class VariantBase:
     space: Space = Space()
     kernels: tuple[Any, ...] = ()
     version: int = 1
-    bounded: bool = True
+    waits_time_out: bool = True
 
     def __init_subclass__(cls, *, registered: bool = False) -> None:
         super().__init_subclass__()
@@ -99,14 +99,14 @@ class VariantBase:
         """Thread blocks that a config occupies: 0 for copy engines, -1 where that is not known."""
         return -1
 
-    def wish(self, problem: Problem, limits: Limits) -> Mapping[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> Mapping[str, float]:
         """The config to try first; `default` takes the nearest feasible one."""
         raise NotImplementedError
 
     def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
-        return closest(self.wish(problem, limits), self.space, problem, limits, self.infeasible)
+        return closest(self.preferred_config(problem, limits), self.space, problem, limits, self.infeasible)
 
-    def untuned(self, problem: Problem, limits: Limits) -> bool:
+    def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
         """True where dispatch runs the default config until something is measured."""
         return False
 
@@ -193,19 +193,20 @@ class LibraryVariant(VariantBase):
 class KernelVariant(VariantBase):
     """A variant that launches one kernel; the grid is the axis `num_blocks`.
 
-    The kernel's arguments: `leading` (tensors and sizes), `local, q0 … q6, rank, timeout_ns, status`, the peers'
-    addresses of the input x0 … x6 if it has the constant SYMMETRIC (zeros where that is false), `arguments`, constants.
+    The kernel's arguments: `first_arguments` (tensors and sizes), `local, peers, rank, timeout_ns, status`, the peers'
+    addresses of the input, `input_peers`, if it has the constant SYMMETRIC (zeros where that is false), `arguments`,
+    constants.
 
     Attributes:
-        areas: names of the kernel's `arguments`: fields of the workspace's layout (offsets and sizes), axes of the
-            space, and `multicast`, the lane's multicast address; 0 there stands for the interpreter's emulation.
-        most_rounds: rounds of the grid, at most, for each of the `num_chunks` chunks of a config.
-        host_wish: what takes the place of `wish` on the host backend.
+        trailing_arguments: names of the kernel's `arguments`: fields of the workspace's layout (offsets and sizes),
+            axes of the space, and `multicast`, the lane's multicast address; 0 stands for the interpreter's emulation.
+        max_rounds: rounds of the grid, at most, for each of the `num_chunks` chunks of a config.
+        host_preferred: what takes the place of `preferred_config` on the host backend.
     """
 
-    areas: tuple[str, ...] = ()
-    most_rounds = 1 << 16
-    host_wish: Mapping[str, float] = {}
+    trailing_arguments: tuple[str, ...] = ()
+    max_rounds = 1 << 16
+    host_preferred: Mapping[str, float] = {}
 
     def kernel(self, problem: Problem) -> Any:
         """The kernel that serves `problem`: the first of `kernels` where there is no choice."""
@@ -221,8 +222,8 @@ class KernelVariant(VariantBase):
 
     def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         """Return why the grid does not suit, or None."""
-        most_rounds = self.most_rounds * int(config.get("num_chunks", 1))
-        return blocks_and_threads(config, limits, self.work_packets(problem), most_rounds=most_rounds)
+        max_rounds = self.max_rounds * int(config.get("num_chunks", 1))
+        return blocks_and_threads(config, limits, self.work_packets(problem), max_rounds=max_rounds)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return (
@@ -233,25 +234,27 @@ class KernelVariant(VariantBase):
         )
 
     def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
-        wish = {"items": 1, "launch_pdl": limits.launch_pdl, **self.wish(problem, limits)}
-        on_host = self.host_wish if limits.backend == "host" else {}
-        return closest({**wish, **on_host}, self.space, problem, limits, self.infeasible)
+        preferred = {"items": 1, "launch_pdl": limits.launch_pdl, **self.preferred_config(problem, limits)}
+        on_host = self.host_preferred if limits.backend == "host" else {}
+        return closest({**preferred, **on_host}, self.space, problem, limits, self.infeasible)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         """Constexpr arguments of the kernel; PDL is added for spaces with the axis `launch_pdl`."""
         raise NotImplementedError
 
-    def leading(self, problem: Problem) -> tuple[int | None, ...]:
+    def first_arguments(self, problem: Problem) -> tuple[Argument | None, ...]:
         """First arguments of the kernel; None for each address that every call brings: `(x, out, numel)`."""
         return (None, None, problem.numel)
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
         """Last runtime arguments of the kernel."""
         known = {**config, "multicast": workspace.lanes[problem.mode].multicast}
-        return tuple(int(known[name] if name in known else getattr(workspace.layout, name)) for name in self.areas)
+        return tuple(
+            int(known[name] if name in known else getattr(workspace.layout, name)) for name in self.trailing_arguments
+        )
 
-    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-        """The addresses that `leading` leaves open."""
+    def addresses(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+        """The addresses that `first_arguments` leaves open."""
         return input_and_output(inputs, outputs)
 
     def work_packets(self, problem: Problem) -> int:
@@ -278,17 +281,17 @@ class KernelVariant(VariantBase):
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         request = self.request(problem, config)
         kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-        head = (*self.leading(problem), *lane_arguments(problem, workspace))
+        head = (*self.first_arguments(problem), *lane_arguments(problem, workspace))
         extra = self.arguments(problem, config, workspace)
         symmetric = dict(request.constants).get("SYMMETRIC")
         if not symmetric:
-            sources = () if symmetric is None else (0,) * (MAX_WORLD_SIZE - 1)
-            return AddressLaunch(kernel.fix((*head, *sources, *extra)), functools.partial(self.arrange, problem))
-        launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of
+            sources = () if symmetric is None else ((0,) * (MAX_WORLD_SIZE - 1),)
+            return AddressLaunch(kernel.fix((*head, *sources, *extra)), functools.partial(self.addresses, problem))
+        launch, peers_of = kernel.fix((*head, None, *extra)), workspace.peers_of
 
         def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             x = inputs[0]
-            launch(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
+            launch(stream, x.data_ptr(), outputs[0].data_ptr(), peers_of(x))
 
         return run_symmetric
 
@@ -302,7 +305,7 @@ class MoveVariant(KernelVariant):
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         return refuse_kernels(problem, limits, DTYPES, ("",))
 
-    def leading(self, problem: Problem) -> tuple[int | None, ...]:
+    def first_arguments(self, problem: Problem) -> tuple[Argument | None, ...]:
         return (None, None, problem.nbytes)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
@@ -327,15 +330,15 @@ class LamportVariant(KernelVariant):
             "launch_pdl": Choice(False, True),
         }
     )
-    areas = ("arena", "stage_bytes")
-    most_rounds = 4
-    host_wish = HOST_GRID
+    trailing_arguments = ("arena", "stage_bytes")
+    max_rounds = 4
+    host_preferred = HOST_GRID
     packet_bytes = PACKET_BYTES
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return refuse_stage(problem, limits, self.work_packets(problem) * self.packet_bytes)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         packets = self.work_packets(problem)
         warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
         return {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps}
@@ -349,8 +352,8 @@ class RingVariant(KernelVariant):
 
     ring: int
 
-    def lanes(self, config: Config) -> int:
-        """Blocks that share a chunk: all of them, or where blocks are of several kinds, those of one kind."""
+    def num_teams(self, config: Config) -> int:
+        """Blocks that share a chunk: all of them, or where blocks are of several kinds, the blocks of one kind."""
         return int(config["num_blocks"])
 
     def slots(self, problem: Problem) -> int:
@@ -358,15 +361,15 @@ class RingVariant(KernelVariant):
         return problem.world_size
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        """Rounds of a lane."""
-        return super().num_rounds(problem, {**config, "num_blocks": max(self.lanes(config), 1)})
+        """Rounds of a team."""
+        return super().num_rounds(problem, {**config, "num_blocks": max(self.num_teams(config), 1)})
 
     def refuse_ring(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         """Return why the staging does not hold the chunks of a config, or None."""
         rounds, chunks = self.num_rounds(problem, config), int(config["num_chunks"])
         if rounds < chunks and chunks > 1:
             return f"{rounds} rounds cannot be split into {chunks} chunks"
-        chunk_bytes = -(-rounds // chunks) * self.lanes(config) * packets_a_block(config) * PACKET_BYTES
+        chunk_bytes = -(-rounds // chunks) * self.num_teams(config) * packets_a_block(config) * PACKET_BYTES
         slots = self.slots(problem)
         return refuse_staging(problem, limits, chunk_bytes=chunk_bytes, num_chunks=chunks, slots=slots, ring=self.ring)
 
@@ -375,17 +378,17 @@ class PullVariant(KernelVariant):
     """Every rank reads its peers' inputs, or the copies in their one-shot areas where inputs are plain.
 
     Attributes:
-        most_blocks: blocks to try first, at most.
+        max_blocks: blocks to try first, at most.
     """
 
-    areas = ("one_shot", "one_shot_bytes")
-    host_wish: Mapping[str, float] = {**HOST_GRID, "items": 2}
-    most_blocks = 132
+    trailing_arguments = ("one_shot", "one_shot_bytes")
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "items": 2}
+    max_blocks = 132
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         packets = self.work_packets(problem)
         warps = 4 if packets <= 2048 else 16
-        return {"num_blocks": min(packets / (32 * warps), self.most_blocks), "num_warps": warps}
+        return {"num_blocks": min(packets / (32 * warps), self.max_blocks), "num_warps": warps}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         symmetric = problem.input_kind == "symmetric" and not problem.in_place

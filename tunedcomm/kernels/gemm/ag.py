@@ -2,9 +2,9 @@
 
 A call begins with an exchange of flags, after which nobody reads the panels. Then every rank's shard is pushed into the
 peers' panels, to rank + 1 first, then to rank + 2, …, chunk by chunk, each followed by its flag. The panels' data are
-the gathered A, [M, K], and behind it, where rows of A have scales of their own, those of all M.
+the gathered A, [M, K], and behind it, where rows of A have scales of their own, the scales of all M.
 
-**The queue.** The own shard is there; then come those of rank − 1, rank − 2, …. Within a shard the queue goes chunk by
+**The queue.** The own shard is there; then come shards of rank − 1, rank − 2, …. Within a shard the queue goes chunk by
 chunk, and a chunk consists of whole rows of tiles but at the end of a shard. Tiles cross neither, so a tile of a peer's
 shard waits for the flag of one chunk. Read through a descriptor of all shards, the last tile of one holds rows of the
 next, which may be under way just then; they only reach rows of the product that are not stored. Every chunk is waited
@@ -36,7 +36,8 @@ import triton.language as tl
 
 from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
 from tunedcomm.kernels.common.feasibility import Launch, refuse_streams
-from tunedcomm.kernels.common.launch import BoundKernel, bind_kernel
+from tunedcomm.kernels.common.lane import select_peer
+from tunedcomm.kernels.common.launch import Argument, BoundKernel, bind_kernel
 from tunedcomm.kernels.common.panels import (
     COUNTERS,
     DATA,
@@ -50,7 +51,7 @@ from tunedcomm.kernels.common.panels import (
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.gemm import tiles
-from tunedcomm.kernels.gemm.op import rows_of, wanted_of
+from tunedcomm.kernels.gemm.op import gemm_layout, rows_of
 from tunedcomm.kernels.gemm.tiles import (
     element_type,
     matrix,
@@ -74,8 +75,8 @@ _TAKEN, _LEFT = tl.constexpr(0), tl.constexpr(1)  # counters
 SENT = tl.constexpr(2)  # the first counter that sending uses: one for each peer and chunk
 _PACKETS = tl.constexpr(2048)  # that a block has under way
 _ROWS = tl.constexpr(256)
-_LEAST_CHUNK = 256 * 1024  # bytes on GPUs: smaller pieces cost more to announce than to send
-LEAST_SENT_BYTES = 64 * 1024  # that a block should have to send
+_MIN_CHUNK = 256 * 1024  # bytes on GPUs: smaller pieces cost more to announce than to send
+MIN_SENT_BYTES = 64 * 1024  # that a block should have to send
 
 
 @triton.jit
@@ -85,9 +86,9 @@ def operands(
     WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Descriptors of the own shard of A, where the caller has it, of all shards in the panels, and of B."""
-    own = matrix(a, rows, depth, BLOCK_M, BLOCK_K, DTYPE)
+    shard = matrix(a, rows, depth, BLOCK_M, BLOCK_K, DTYPE)
     gathered = matrix(panels + DATA, rows * WORLD_SIZE, depth, BLOCK_M, BLOCK_K, DTYPE)
-    return own, gathered, operand_b(b, depth, columns, BLOCK_N, BLOCK_K, NK, DTYPE)
+    return shard, gathered, operand_b(b, depth, columns, BLOCK_N, BLOCK_K, NK, DTYPE)
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def place_of(
 
 @triton.jit
 def queued_tile(
-    index, own, gathered, b, out, scale_a, scale_b, panels, scales, number, rows, columns, depth, chunk_rows, rank,
+    index, shard, gathered, b, out, scale_a, scale_b, panels, scales, epoch, rows, columns, depth, chunk_rows, rank,
     timeout_ns, status,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr,
@@ -122,22 +123,24 @@ def queued_tile(
 ):  # fmt: skip
     """Compute tile number `index` (32 bits) of the queue, once its rows of A are here.
 
-    `scale_a` and `scales` are addresses of the own scales of A and, row by row, of all ranks'; `number` is the call's;
-    a shard has `rows` rows and a chunk `chunk_rows`, a multiple of BLOCK_M.
+    `scale_a` is the address of the own scales of A, `scales` the address of all ranks' scales; `epoch` counts the
+    calls. A shard has `rows` rows and a chunk `chunk_rows`, a multiple of BLOCK_M.
     """
     turn, chunk, row, column = place_of(index, rows, columns, chunk_rows, BLOCK_M, BLOCK_N, GROUP)
     source = ((rank - turn + WORLD_SIZE) % WORLD_SIZE).to(tl.int32)
     first = (source * rows).to(tl.int32)
+    # 1. Wait for the chunk that has the tile's rows of A, unless they are the own ones.
     if turn == 0:
-        x, above = own, row
+        x, above = shard, row
     else:
-        await_chunk(panels, source, chunk, number, timeout_ns, status)
+        await_chunk(panels, source, chunk, epoch, timeout_ns, status)
         x, above = gathered, first + row
+    # 2. Multiply and store.
     total = tile_product(x, b, above, column, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK)
-    theirs = scale_a
+    row_scales = scale_a
     if SCALING == "rowwise":
-        theirs = tl.where(turn == 0, scale_a, scales + first * 4)
-    total = scaled(total, theirs, scale_b, row, column, rows, columns, SCALING, BLOCK_M, BLOCK_N)
+        row_scales = tl.where(turn == 0, scale_a, scales + first * 4)
+    total = scaled(total, row_scales, scale_b, row, column, rows, columns, SCALING, BLOCK_M, BLOCK_N)
     if PACKED:
         store_packed_tile(out, total, first + row, column, first + rows, columns, BLOCK_M, BLOCK_N, OUT)
     else:
@@ -162,53 +165,57 @@ def _send_scales(scale_a, target, start, end, num_senders):
     first = tl.program_id(0).to(tl.int64) * _ROWS
     for at in tl.range(start + first, end, num_senders.to(tl.int64) * _ROWS):
         row = at + tl.arange(0, _ROWS).to(tl.int64)
-        here = row < end
-        x = tl.load(scale_a.to(tl.pointer_type(tl.int32)) + row, mask=here, other=0)
-        tl.store(target.to(tl.pointer_type(tl.int32)) + row, x, mask=here)
+        mask = row < end
+        x = tl.load(scale_a.to(tl.pointer_type(tl.int32)) + row, mask=mask, other=0)
+        tl.store(target.to(tl.pointer_type(tl.int32)) + row, x, mask=mask)
 
 
 @triton.jit
 def send_shard(
-    a, scale_a, panels, p0, p1, p2, p3, p4, p5, p6, scales, number, rows, depth, chunk_rows, num_senders, rank,
+    a, scale_a, panels, panel_peers, scales, epoch, rows, depth, chunk_rows, num_senders, rank,
     DTYPE: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The part of one of the first `num_senders` blocks.
+    """Send the shard chunk by chunk to all peers; called by the first `num_senders` blocks.
 
-    `a` and `scale_a` are addresses of the shard and of its rows' scales, `panels` and p0 … those of the own panels and
-    of rank + 1's, rank + 2's, …, `scales` the offset of the scales in them; `number` is the call's.
+    Args:
+        a, scale_a: addresses of the shard and of the scales of its rows.
+        panels, panel_peers: addresses of the own panels and of the peers' panels.
+        scales: offset of the scales within panels.
+        epoch: the call's number.
     """
     row_packets = depth.to(tl.int64) * (element_type(DTYPE).primitive_bitwidth // 8) // 16
-    lanes = tl.arange(0, _PACKETS).to(tl.int64) + tl.program_id(0).to(tl.int64) * _PACKETS
-    step = num_senders.to(tl.int64) * _PACKETS
+    offsets = tl.arange(0, _PACKETS).to(tl.int64) + tl.program_id(0).to(tl.int64) * _PACKETS
+    stride = num_senders.to(tl.int64) * _PACKETS
     num_chunks = tl.cdiv(rows, chunk_rows)
     first = (rank * rows).to(tl.int64)
     for turn in tl.range(0, (num_chunks * (WORLD_SIZE - 1)).to(tl.int32)):
         peer = turn // num_chunks
         chunk = turn - peer * num_chunks
-        target = tl.where(peer == 0, p0, tl.where(peer == 1, p1, tl.where(peer == 2, p2, p3)))
-        target = tl.where(peer == 4, p4, tl.where(peer == 5, p5, tl.where(peer == 6, p6, target)))
+        target = select_peer(panel_peers, peer)
         place = target + DATA + first * row_packets * 16
         start = (chunk * chunk_rows).to(tl.int64)
         end = tl.minimum(start + chunk_rows, rows)
-        for packet in tl.range(start * row_packets, end * row_packets, step):
-            at = packet + lanes
-            here = at < end * row_packets
-            w0, w1, w2, w3 = load_packets(a + at * 16, here)
-            store_packets(place + at * 16, w0, w1, w2, w3, here)
+        # 1. Store this block's part of the chunk in the peer's panels.
+        for packet in tl.range(start * row_packets, end * row_packets, stride):
+            at = packet + offsets
+            mask = at < end * row_packets
+            w0, w1, w2, w3 = load_packets(a + at * 16, mask)
+            store_packets(place + at * 16, w0, w1, w2, w3, mask)
         if SCALING == "rowwise":
             _send_scales(scale_a, target + scales + first * 4, start, end, num_senders)
+        # 2. The last block to have stored its part raises the chunk's flag there.
         if is_last(panels, SENT + turn, num_senders):
-            announce_to(target, rank, chunk, number)
+            announce_to(target, rank, chunk, epoch)
 
 
 @triton.jit
 def send_kernel(
-    a, scale_a, panels, p0, p1, p2, p3, p4, p5, p6, scales, rows, depth, chunk_rows, rank,
+    a, scale_a, panels, panel_peers, scales, rows, depth, chunk_rows, rank,
     DTYPE: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """All blocks send the shard."""
     send_shard(
-        a, scale_a, panels, p0, p1, p2, p3, p4, p5, p6, scales, call_number(panels), rows, depth, chunk_rows,
+        a, scale_a, panels, panel_peers, scales, call_number(panels), rows, depth, chunk_rows,
         tl.num_programs(0), rank, DTYPE, SCALING, WORLD_SIZE,
     )  # fmt: skip
 
@@ -219,45 +226,54 @@ def queue_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Every block takes one of so many tiles as there are blocks."""
-    number = call_number(panels)
-    own, gathered, y = operands(
+    """Block b takes tiles b, b + grid, b + 2 · grid, … of the queue.
+
+    Example:
+        2 ranks, shards of 2 tiles, 1 chunk, 1 block. On rank 0 tiles 0 and 1 of the queue are the tiles of its own
+        shard, read from `a`. Tiles 2 and 3 are the tiles of rank 1's shard, read from the panels once rank 1 has raised
+        the flag of its chunk 0; they are the lower half of the result.
+    """
+    epoch = call_number(panels)
+    shard, gathered, y = operands(
         a, b, panels, rows, columns, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, DTYPE, WORLD_SIZE
     )  # fmt: skip
     count = num_queued(rows, columns, BLOCK_M, BLOCK_N, WORLD_SIZE)
     for index in tl.range(tl.program_id(0), count, tl.num_programs(0)):
         queued_tile(
-            index, own, gathered, y, out, scale_a, scale_b, panels, scales, number, rows, columns, depth, chunk_rows,
+            index, shard, gathered, y, out, scale_a, scale_b, panels, scales, epoch, rows, columns, depth, chunk_rows,
             rank, timeout_ns, status, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NK, DTYPE, OUT, SCALING, WORLD_SIZE, PACKED,
         )  # fmt: skip
 
 
 @triton.jit
 def sending_kernel(
-    a, b, out, scale_a, scale_b, panels, p0, p1, p2, p3, p4, p5, p6, scales, rows, columns, depth, chunk_rows,
+    a, b, out, scale_a, scale_b, panels, panel_peers, scales, rows, columns, depth, chunk_rows,
     num_senders, rank, timeout_ns, status,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Send if it is this block's part, then take tiles until there are none."""
-    number = call_number(panels)
+    """The first `num_senders` blocks send the shard; then all blocks take tiles until there are none."""
+    epoch = call_number(panels)
+    # 1. The first blocks push the own shard to every peer.
     if tl.program_id(0) < num_senders:
         send_shard(
-            a, scale_a, panels, p0, p1, p2, p3, p4, p5, p6, scales, number, rows, depth, chunk_rows, num_senders, rank,
+            a, scale_a, panels, panel_peers, scales, epoch, rows, depth, chunk_rows, num_senders, rank,
             DTYPE, SCALING, WORLD_SIZE,
         )  # fmt: skip
-    own, gathered, y = operands(
+    # 2. All blocks take tiles from the queue.
+    shard, gathered, y = operands(
         a, b, panels, rows, columns, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, DTYPE, WORLD_SIZE
     )  # fmt: skip
     count = num_queued(rows, columns, BLOCK_M, BLOCK_N, WORLD_SIZE)
     index = take(panels, _TAKEN)
     while index < count:
         queued_tile(
-            index, own, gathered, y, out, scale_a, scale_b, panels, panels + scales, number, rows, columns, depth,
+            index, shard, gathered, y, out, scale_a, scale_b, panels, panels + scales, epoch, rows, columns, depth,
             chunk_rows, rank, timeout_ns, status,
             BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NK, DTYPE, OUT, SCALING, WORLD_SIZE, PACKED,
         )  # fmt: skip
         index = take(panels, _TAKEN)
+    # 3. The last block to leave sets the queue back.
     if is_last(panels, _LEFT, tl.num_programs(0)):
         put_back(panels, _TAKEN)
 
@@ -291,15 +307,15 @@ def rows_of_chunk(problem: Problem, config: Config, multiple: int) -> int:
 
 
 def refuse_chunks(problem: Problem, config: Config, limits: Limits, multiple: int) -> str | None:
-    """Why a shard is not cut into `chunks` pieces of whole multiples of rows, or None."""
+    """Return why a shard is not cut into `chunks` pieces of whole multiples of rows, or None."""
     chunks, rows = int(config["chunks"]), rows_of(problem)
     if chunks == 1:
         return None
     a_chunk = rows_of_chunk(problem, config, multiple)
     if -(-rows // a_chunk) != chunks:
         return f"{rows} rows do not fill {chunks} chunks of whole {multiple} rows"
-    if limits.backend == "cuda" and a_chunk * problem.shape[2] * ITEMSIZE[problem.dtype] < _LEAST_CHUNK:
-        return f"chunks of {a_chunk} rows are less than {_LEAST_CHUNK} bytes: announcing them costs more than it brings"
+    if limits.backend == "cuda" and a_chunk * problem.shape[2] * ITEMSIZE[problem.dtype] < _MIN_CHUNK:
+        return f"chunks of {a_chunk} rows are less than {_MIN_CHUNK} bytes: announcing them costs more than it brings"
     return None
 
 
@@ -342,13 +358,13 @@ def pushes_by_copies(
     scales = _scales_offset(problem) if problem.scaling == "rowwise" else 0
 
     def send(a: int, scale_a: int) -> None:
-        for step, peer in enumerate(panels.peers[: problem.world_size - 1]):
+        for turn, peer in enumerate(panels.peers[: problem.world_size - 1]):
             for chunk, start in enumerate(range(0, rows, chunk_rows)):
                 count, first = min(chunk_rows, rows - start), workspace.rank * rows + start
                 moves = [(PANEL_DATA + first * row_bytes, a + start * row_bytes, count * row_bytes)]
                 if scales:
                     moves.append((scales + first * 4, scale_a + start * 4, count * 4))
-                sender.send(sides[step % len(sides)], peer, chunk, *moves)
+                sender.send(sides[turn % len(sides)], peer, chunk, *moves)
 
     return Pushes(copies, sides, send)
 
@@ -358,29 +374,29 @@ def pushes_by_kernel(
 ) -> Pushes:
     """Pushes by `send_kernel`, bound to a few blocks."""
     copies, extents = copies_of(workspace, problem.mode), (rows_of(problem), problem.shape[2], chunk_rows)
-    memory = (panels.local, *panels.peers, _scales_offset(problem))
+    memory = (panels.local, panels.peers, _scales_offset(problem))
     side, launch = copies.streams[0], kernel.fix((None, None, *memory, *extents, workspace.rank))
     return Pushes(copies, (side,), lambda a, scale_a: launch(side, a, scale_a))
 
 
 class Gathered:
-    """The gathered A copied from the panels to where the caller wants it, if it does."""
+    """Copies the gathered A from the panels to the caller's output, if the caller wants it."""
 
     def __init__(self, problem: Problem, workspace: Workspace, panels: Panels) -> None:
-        self.wanted, self.copies = wanted_of(problem).gathered, copies_of(workspace, problem.mode)
+        self.wanted, self.copies = gemm_layout(problem).gathered, copies_of(workspace, problem.mode)
         self.aside = self.copies.streams[_ASIDE]
         shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
         self.start, self.stop = workspace.rank * shard, (workspace.rank + 1) * shard
         self.data, self.size = panels.data, problem.world_size * shard
 
     def begin(self, stream: int, a: int, outputs: tuple[Any, ...]) -> None:
-        """The own shard, beside what follows on `stream`."""
+        """Copy the own shard, beside what follows on `stream`."""
         if self.wanted:
             self.copies.fork(stream, (self.aside,), _HERE)
             self.copies.copy(self.aside, outputs[1].data_ptr() + self.start, a, self.stop - self.start)
 
     def end(self, stream: int, outputs: tuple[Any, ...]) -> None:
-        """The others, after what came before on `stream` has waited for them."""
+        """Copy the other shards, after the kernels on `stream` that waited for them."""
         if self.wanted:
             for start, end in ((0, self.start), (self.stop, self.size)):
                 if end > start:
@@ -403,10 +419,10 @@ class QueueVariant(tiles.GemmVariant):
             or refuse_chunks(problem, config, limits, int(config["block_m"]))
         )
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         senders = 1 if limits.backend == "host" else 16
         rest = {"comm_blocks": senders, "blocks_per_sm": 1, "chunks": 1, "streams": 1}
-        return {**tiles.tile_wish(problem, limits, rows=rows_of(problem)), **rest}
+        return {**tiles.preferred_tile(problem, limits, rows=rows_of(problem)), **rest}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "PACKED": tiles.whole_packets(problem)}
@@ -422,9 +438,9 @@ class QueueVariant(tiles.GemmVariant):
 
             num_sms = torch.cuda.get_device_properties(workspace.device).multi_processor_count
             grid = min(most, int(config.get("blocks_per_sm", 1)) * num_sms)
-        arguments: tuple[int, ...] = (panels.local, panels.local + offset, rows, n, k, chunk_rows)
+        arguments: tuple[Argument, ...] = (panels.local, panels.local + offset, rows, n, k, chunk_rows)
         if senders:
-            arguments = (panels.local, *panels.peers, offset, rows, n, k, chunk_rows, senders)
+            arguments = (panels.local, panels.peers, offset, rows, n, k, chunk_rows, senders)
         waits = (workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
         kernel = bind_kernel(self.request(problem, config), grid, workspace.device)
         multiply, begin = kernel.fix((*(None,) * 5, *arguments, *waits)), bind_begin(problem, workspace, panels)
@@ -485,6 +501,6 @@ class SmPersistent(QueueVariant, registered=True):
         if senders > limits.num_sms // 2:
             return f"{senders} of {limits.num_sms} SMs leave too few for the products"
         shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
-        if senders > 2 and shard < senders * LEAST_SENT_BYTES:
+        if senders > 2 and shard < senders * MIN_SENT_BYTES:
             return f"{shard} bytes are too few for {senders} blocks to send"
         return None

@@ -1,10 +1,10 @@
 """gemm_ar in one kernel: persistent GEMMs whose tiles lie one by one in the ranks' panels, and one for few rows.
 
-In the persistent ones block b of a grid of G computes the tiles b, b + G, b + 2G, … on every rank, so what it hands to
-the peers it hands to their blocks b, by the flags of the lane's row b. A tile's place in the panels, its slot, is
-dense: BLOCK_M × BLOCK_N elements, whatever hangs over the edges of the result included.
+In the persistent kernels block b of a grid of G computes the tiles b, b + G, b + 2G, … on every rank. So it hands its
+tiles to the peers' blocks b, by the flags of the lane's row b. A tile's place in the panels, its slot, is dense:
+BLOCK_M × BLOCK_N elements, including elements beyond the edges of the result.
 
-The kernels begin with flags of their own, which say what those of `begin_panels_kernel` say: a peer whose block b has
+The kernels begin with flags of their own, which say what `begin_panels_kernel`'s flags say: a peer whose block b has
 begun is done with its call before. Each block looks at them after its first product, when they have long come, and
 writes panels only after that. Every slot is written once in a call, by one rank, after these first flags.
 
@@ -27,9 +27,9 @@ min(2c + 3, 2C).
 c belongs to rank (b + c) mod n: in every round each rank owns the tiles of one block in n, and each block owns one tile
 in n rounds. In round c block b computes its tile and stores it into its owner's panels as above; waits for the peers'
 blocks b to have ended round c − 1; sums the tile of round c − 1 if it owns it, or copies the one of round c − 2 if a
-peer owns that; tells the peers' blocks b that it has ended the round. That one flag says both that its partial tile and
-that its sum are there, and what it stored to peers had the time of the copy to arrive. Two more rounds without products
-sum and copy what is left, a tile a block.
+peer owns that; tells the peers' blocks b that it has ended the round. That one flag says that its partial tile
+and its sum are there; its stores to peers had the time of the copy to arrive. Two more rounds without products sum and
+copy the remaining tiles, a tile a block.
 
 **multimem.** As two_shot, but tiles stay in the own panels; a tile's owner loads it summed over all ranks with
 `multimem.ld_reduce`, adds the bias, and stores it to the output and, with `multimem.st`, into the panels of all ranks.
@@ -42,7 +42,7 @@ the whole tile rounds it and pushes its packets into this rank's slot of every r
 Then all blocks share all packets of the result: they poll all slots, put the sentinel back, sum in rank order, add the
 bias and store.
 
-The stages are those of all_reduce's `lamport`, with its proof; slot r holds rank r's product, tightly packed, the own
+Stages are as in all_reduce's `lamport`, with its proof; slot r holds rank r's product, tightly packed, the own
 rank's too. No block waits before it has pushed all that it will push, and all blocks are resident, so every packet
 comes. Blocks come to a tile's counter after their part is stored and visible; the last one sets it back for the
 next call. Parts and counters belong to the plan, whose calls follow each other.
@@ -60,12 +60,11 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.common.feasibility import Launch, refuse_launch_pdl, refuse_multicast, refuse_stage
+from tunedcomm.kernels.common.lamport import begin_call, end_call, launch_next
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
-    STATE_OFFSET,
     address_of,
     arrive,
     await_peers_together,
@@ -74,11 +73,19 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
-from tunedcomm.kernels.common.packets import PACKET_BYTES, add_extras, arm, load_reduce, narrow, store_all, widen
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    add_extras,
+    escape_sentinels,
+    load_reduce,
+    narrow,
+    store_all,
+    widen,
+)
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
 from tunedcomm.kernels.common.variant import lane_arguments
 from tunedcomm.kernels.gemm import tiles
-from tunedcomm.kernels.gemm.op import out_itemsize, wanted_of
+from tunedcomm.kernels.gemm.op import gemm_layout, out_itemsize
 from tunedcomm.kernels.gemm.tiles import (
     element_type,
     matrix,
@@ -98,9 +105,9 @@ from tunedcomm.symm.layout import PANEL_DATA
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Panels, Workspace
 
-_MOST_ONE_SHOT_BYTES = 32 << 20  # every rank reads all of the others: beyond this, two shots move less
-_MOST_ROWS = 256  # of lamport
-_MOST_PARTS = 512  # tiles in parts: each has a counter
+_MAX_ONE_SHOT_BYTES = 32 << 20  # every rank reads all of the others: beyond this, two shots move less
+_MAX_ROWS = 256  # of lamport
+_MAX_PARTS = 512  # tiles in parts: each has a counter
 _SHARED_BYTES = 200 * 1024
 
 
@@ -122,9 +129,11 @@ def _sum_word(words, b, OFFSET: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.cons
 
 @triton.jit
 def sum_and_bias(words, bias, column, mask, DTYPE: tl.constexpr, BIAS: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Four words: the packets in `words` (4 words a rank, ranks in order) summed from +0.0, plus those of the bias.
+    """Four words: the packets in `words` (4 words a rank, ranks in order) summed from +0.0, plus the bias.
 
-    `column` are the numbers of the packets within their rows, int64; `mask` says which of them are wanted.
+    Args:
+        column: index of each packet within its row, int64.
+        mask: packets that are wanted.
     """
     b = words
     if BIAS:
@@ -147,13 +156,13 @@ def store_slot(address, total, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DTY
 
 @triton.jit
 def packets_in(at, row, column, m, packets, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):
-    """Of packets number `at` of the slot of the tile at (row, column): column, number in the result, if they exist.
+    """(column, index in the result, mask) of packets `at` of the slot of the tile at (row, column).
 
     The result has `m` rows of `packets` packets; columns are counted in packets too.
     """
-    PER: tl.constexpr = 128 // element_type(DTYPE).primitive_bitwidth
-    r = row.to(tl.int64) + at // (BLOCK_N // PER)
-    c = column.to(tl.int64) // PER + at % (BLOCK_N // PER)
+    PER_PACKET: tl.constexpr = 128 // element_type(DTYPE).primitive_bitwidth
+    r = row.to(tl.int64) + at // (BLOCK_N // PER_PACKET)
+    c = column.to(tl.int64) // PER_PACKET + at % (BLOCK_N // PER_PACKET)
     return c, r * packets + c, (r < m) & (c < packets)
 
 
@@ -163,35 +172,41 @@ def copy_slot(
     BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy the tile at (row, column) from its slot, `SLOT` packets at address `source`, to the result."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
     for start in tl.range(0, SLOT, BLOCK):
-        at = start + lanes
-        _, packet, here = packets_in(at, row, column, m, packets, BLOCK_N, DTYPE)
-        here = here & (at < SLOT)
-        w0, w1, w2, w3 = load_packets(source + at * 16, here)
-        store_packets(out + packet * 16, w0, w1, w2, w3, here)
+        at = start + offsets
+        _, packet, mask = packets_in(at, row, column, m, packets, BLOCK_N, DTYPE)
+        mask = mask & (at < SLOT)
+        w0, w1, w2, w3 = load_packets(source + at * 16, mask)
+        store_packets(out + packet * 16, w0, w1, w2, w3, mask)
 
 
 @triton.jit
 def gemm_one_shot_kernel(
-    a, b, bias, scale_a, scale_b, out, m, n, k, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    panels, p0, p1, p2, p3, p4, p5, p6,
+    a, b, bias, scale_a, scale_b, out, m, n, k, local, peers, rank, timeout_ns, status,
+    panels, panel_peers,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slot i × grid + b holds the tile that block b computes in round i."""
-    peers = (p0, p1, p2, p3, p4, p5, p6)
+    """Slot i × grid + b holds the tile that block b computes in round i.
+
+    Example:
+        2 ranks, a result of 2 tiles, 1 block. Each rank stores its partial tiles 0 and 1 in slots 0 and 1 of its own
+        panels. It reads slot 0 of both ranks, adds rank 0's tile and then rank 1's, and stores tile 0 of the result;
+        then slot 1.
+    """
     epoch = read_counter(local, EPOCH_OFFSET)
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    PER: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
-    SLOT: tl.constexpr = BLOCK_M * BLOCK_N // PER
-    packets = n // PER
+    arrive(peers, rank, epoch + 1, WORLD_SIZE)
+    PER_PACKET: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
+    SLOT: tl.constexpr = BLOCK_M * BLOCK_N // PER_PACKET
+    packets = n // PER_PACKET
     rows, columns = (m + BLOCK_M - 1) // BLOCK_M, (n + BLOCK_N - 1) // BLOCK_N
     rounds = (rows * columns + tl.num_programs(0) - 1) // tl.num_programs(0)
     x = matrix(a, m, k, BLOCK_M, BLOCK_K, DTYPE)
     y = operand_b(b, k, n, BLOCK_N, BLOCK_K, NK, DTYPE)
 
+    # 1. Multiply the own tiles, store them in the own panels, raise a flag after each.
     for i in tl.range(0, rounds):
         tile = tl.program_id(0) + i * tl.num_programs(0)
         if tile < rows * columns:
@@ -202,9 +217,10 @@ def gemm_one_shot_kernel(
             if i == 0:
                 await_peers_together(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
             store_slot(panels + tile.to(tl.int64) * (SLOT * 16), total, BLOCK_M, BLOCK_N, OUT)
-        arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + i, WORLD_SIZE)
+        arrive(peers, rank, epoch + 2 + i, WORLD_SIZE)
 
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    # 2. Tile by tile: read the tile of every rank, sum in rank order, add the bias.
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
     for i in tl.range(0, rounds):
         await_peers_together(local, rank, epoch + 2 + i, timeout_ns, status, WORLD_SIZE)
         tile = tl.program_id(0) + i * tl.num_programs(0)
@@ -212,62 +228,68 @@ def gemm_one_shot_kernel(
             down, across = tile_of(tile, rows, columns, GROUP)
             place = tile.to(tl.int64) * (SLOT * 16)
             for start in tl.range(0, SLOT, BLOCK):
-                at = start + lanes
-                c, packet, here = packets_in(at, down * BLOCK_M, across * BLOCK_N, m, packets, BLOCK_N, OUT)
-                here = here & (at < SLOT)
+                at = start + offsets
+                c, packet, mask = packets_in(at, down * BLOCK_M, across * BLOCK_N, m, packets, BLOCK_N, OUT)
+                mask = mask & (at < SLOT)
                 words = ()
                 for r in tl.static_range(WORLD_SIZE):
-                    source = address_of(peers, panels, r, rank, WORLD_SIZE)
-                    words = words + load_packets(source + place + at * 16, here)
-                s0, s1, s2, s3 = sum_and_bias(words, bias, c, here, OUT, BIAS, WORLD_SIZE)
-                store_packets(out + packet * 16, s0, s1, s2, s3, here)
+                    source = address_of(panel_peers, panels, r, rank, WORLD_SIZE)
+                    words = words + load_packets(source + place + at * 16, mask)
+                s0, s1, s2, s3 = sum_and_bias(words, bias, c, mask, OUT, BIAS, WORLD_SIZE)
+                store_packets(out + packet * 16, s0, s1, s2, s3, mask)
 
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + rounds, WORLD_SIZE)
+    # 3. Exchange flags. Orders the peers' reads of the own panels before the next call.
+    arrive(peers, rank, epoch + 2 + rounds, WORLD_SIZE)
     await_peers_together(local, rank, epoch + 2 + rounds, timeout_ns, status, WORLD_SIZE)
     write_counter(local, epoch + 2 + rounds, EPOCH_OFFSET)
 
 
 @triton.jit
 def _sum_tile(
-    bias, out, m, packets, panels, peers, gather, slot, row, column, rank,
+    bias, out, m, packets, panels, panel_peers, gather, slot, row, column, rank,
     BLOCK_N: tl.constexpr, OUT: tl.constexpr, WORLD_SIZE: tl.constexpr, BIAS: tl.constexpr, SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the tile whose partial ones are in the slots from `slot` on; store it here and into the peers' slots."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    """Sum the partial tiles in the slots from `slot` on; store the sum in the result and in the peers' panels."""
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
     for start in tl.range(0, SLOT, BLOCK):
-        at = start + lanes
-        c, packet, here = packets_in(at, row, column, m, packets, BLOCK_N, OUT)
-        here = here & (at < SLOT)
+        at = start + offsets
+        c, packet, mask = packets_in(at, row, column, m, packets, BLOCK_N, OUT)
+        mask = mask & (at < SLOT)
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            words = words + load_packets(panels + (slot + i) * (SLOT * 16) + at * 16, here)
-        s0, s1, s2, s3 = sum_and_bias(words, bias, c, here, OUT, BIAS, WORLD_SIZE)
+            words = words + load_packets(panels + (slot + i) * (SLOT * 16) + at * 16, mask)
+        s0, s1, s2, s3 = sum_and_bias(words, bias, c, mask, OUT, BIAS, WORLD_SIZE)
         for i in tl.static_range(WORLD_SIZE - 1):
-            store_packets(peers[i] + gather + (slot + rank) * (SLOT * 16) + at * 16, s0, s1, s2, s3, here)
-        store_packets(out + packet * 16, s0, s1, s2, s3, here)
+            store_packets(panel_peers[i] + gather + (slot + rank) * (SLOT * 16) + at * 16, s0, s1, s2, s3, mask)
+        store_packets(out + packet * 16, s0, s1, s2, s3, mask)
 
 
 @triton.jit
 def gemm_two_shot_kernel(
-    a, b, bias, scale_a, scale_b, out, m, n, k, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    panels, p0, p1, p2, p3, p4, p5, p6, gather, chunks,
+    a, b, bias, scale_a, scale_b, out, m, n, k, local, peers, rank, timeout_ns, status,
+    panels, panel_peers, gather, chunks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """See the module's text.
+    """In round c: multiply chunk c, sum chunk c − 1, copy chunk c − 2; see the module's text.
 
     Slot (c × grid + b) × n + r of the panels holds rank r's part of the own tile in chunk c of block b; that many bytes
     `gather` further lies what rank r summed, its own tile there.
+
+    Example:
+        2 ranks, a result of 2 tiles, 1 block: tile 0 belongs to rank 0, tile 1 to rank 1, and both make chunk 0. Round
+        0: rank 0 stores its partial tile 1 in slot 0 of rank 1's panels and its partial tile 0 in slot 0 of its own;
+        rank 1 fills the slots 1. Round 1: rank 0 sums slots 0 and 1, stores tile 0 in its result and `gather` + slot 0
+        of rank 1's panels. Round 2: rank 0 copies tile 1 from `gather` + slot 1 of its own panels to its result.
     """
-    peers = (p0, p1, p2, p3, p4, p5, p6)
     epoch = read_counter(local, EPOCH_OFFSET)
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    arrive(peers, rank, epoch + 1, WORLD_SIZE)
     base = epoch + 1
-    PER: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
-    SLOT: tl.constexpr = BLOCK_M * BLOCK_N // PER
-    packets = n // PER
+    PER_PACKET: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
+    SLOT: tl.constexpr = BLOCK_M * BLOCK_N // PER_PACKET
+    packets = n // PER_PACKET
     rows, columns = (m + BLOCK_M - 1) // BLOCK_M, (n + BLOCK_N - 1) // BLOCK_N
     grid = tl.num_programs(0).to(tl.int64)
     block = tl.program_id(0).to(tl.int64)
@@ -275,6 +297,7 @@ def gemm_two_shot_kernel(
     y = operand_b(b, k, n, BLOCK_N, BLOCK_K, NK, DTYPE)
 
     for c in tl.range(0, chunks + 2):
+        # 1. Multiply the tiles of chunk c, store each in its owner's panels.
         if c < chunks:
             for s in tl.range(0, WORLD_SIZE):
                 owner = (rank + 1 + s) % WORLD_SIZE
@@ -286,10 +309,11 @@ def gemm_two_shot_kernel(
                     total = scaled(total, scale_a, scale_b, row, column, m, n, SCALING, BLOCK_M, BLOCK_N)
                     if c == 0:
                         await_peers_together(local, rank, base, timeout_ns, status, WORLD_SIZE)
-                    target = address_of(peers, panels, owner, rank, WORLD_SIZE)
+                    target = address_of(panel_peers, panels, owner, rank, WORLD_SIZE)
                     slot = (c * grid + block) * WORLD_SIZE + rank
                     store_slot(target + slot * (SLOT * 16), total, BLOCK_M, BLOCK_N, OUT)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, base + tl.maximum(1, 2 * c), WORLD_SIZE)
+            arrive(peers, rank, base + tl.maximum(1, 2 * c), WORLD_SIZE)
+        # 2. Sum the own tile of chunk c − 1, store it in the result and in every peer's panels.
         if (c >= 1) & (c <= chunks):
             d = c - 1
             await_peers_together(local, rank, base + tl.maximum(1, 2 * d), timeout_ns, status, WORLD_SIZE)
@@ -297,11 +321,12 @@ def gemm_two_shot_kernel(
             if tile < rows * columns:
                 down, across = tile_of(tile, rows, columns, GROUP)
                 _sum_tile(
-                    bias, out, m, packets, panels, peers, gather, (d * grid + block) * WORLD_SIZE,
+                    bias, out, m, packets, panels, panel_peers, gather, (d * grid + block) * WORLD_SIZE,
                     down * BLOCK_M, across * BLOCK_N, rank, BLOCK_N, OUT, WORLD_SIZE, BIAS, SLOT, BLOCK,
                 )  # fmt: skip
             summed = base + tl.minimum(2 * d + 3, 2 * chunks)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, summed, WORLD_SIZE)
+            arrive(peers, rank, summed, WORLD_SIZE)
+        # 3. Copy the peers' tiles of chunk c − 2 to the result.
         if c >= 2:
             e = c - 2
             await_peers_together(local, rank, base + tl.minimum(2 * e + 3, 2 * chunks), timeout_ns, status, WORLD_SIZE)
@@ -320,7 +345,7 @@ def gemm_two_shot_kernel(
 
 @triton.jit
 def _tile_in(c, grid, columns, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """(whether this block has a tile in a round, its first row, its first column)."""
+    """(True if this block has a tile in round `c`, its first row, its first column)."""
     tile = tl.program_id(0).to(tl.int64) + c * grid
     down, across = tile_of(tile, rows, columns, GROUP)
     return tile < rows * columns, (down * BLOCK_M).to(tl.int32), (across * BLOCK_N).to(tl.int32)
@@ -339,20 +364,19 @@ def _owner_in(c, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def gemm_two_shot_rolling_kernel(
-    a, b, bias, scale_a, scale_b, out, m, n, k, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    panels, p0, p1, p2, p3, p4, p5, p6, gather, rounds,
+    a, b, bias, scale_a, scale_b, out, m, n, k, local, peers, rank, timeout_ns, status,
+    panels, panel_peers, gather, rounds,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """See the module's text.
+    """In round c: multiply tile c, sum or copy an earlier tile; see the module's text.
 
     Slot (c // n × grid + b) × n + r of the panels holds rank r's part of block b's tile in round c, if this rank owns
     it; `gather` bytes further lies what rank r summed, if that rank does.
     """
-    peers = (p0, p1, p2, p3, p4, p5, p6)
     epoch = read_counter(local, EPOCH_OFFSET)
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    arrive(peers, rank, epoch + 1, WORLD_SIZE)
     base = epoch + 1
     SLOT: tl.constexpr = BLOCK_M * BLOCK_N // (128 // element_type(OUT).primitive_bitwidth)
     packets = n // (128 // element_type(OUT).primitive_bitwidth)
@@ -362,73 +386,78 @@ def gemm_two_shot_rolling_kernel(
     y = operand_b(b, k, n, BLOCK_N, BLOCK_K, NK, DTYPE)
 
     for c in tl.range(0, rounds + 2):
-        there, row, column = _tile_in(c, grid, columns, rows, BLOCK_M, BLOCK_N, GROUP)
-        if (c < rounds) & there:
+        has_tile, row, column = _tile_in(c, grid, columns, rows, BLOCK_M, BLOCK_N, GROUP)
+        # 1. Multiply the tile of round c, store it in its owner's panels.
+        if (c < rounds) & has_tile:
             total = tile_product(x, y, row, column, k, BLOCK_M, BLOCK_N, BLOCK_K, NK)
             total = scaled(total, scale_a, scale_b, row, column, m, n, SCALING, BLOCK_M, BLOCK_N)
             if c == 0:
                 await_peers_together(local, rank, base, timeout_ns, status, WORLD_SIZE)
-            target = address_of(peers, panels, _owner_in(c, WORLD_SIZE), rank, WORLD_SIZE)
+            target = address_of(panel_peers, panels, _owner_in(c, WORLD_SIZE), rank, WORLD_SIZE)
             slot = _slots_in(c, grid, WORLD_SIZE) + rank
             store_slot(target + slot * (SLOT * 16), total, BLOCK_M, BLOCK_N, OUT)
         if c >= 1:
             await_peers_together(local, rank, base + c, timeout_ns, status, WORLD_SIZE)
+        # 2. Sum the tile of round c − 1 if it is the own one, store it in the result and in every peer's panels.
         if (c >= 1) & (c <= rounds):
-            there, row, column = _tile_in(c - 1, grid, columns, rows, BLOCK_M, BLOCK_N, GROUP)
-            if there & (_owner_in(c - 1, WORLD_SIZE) == rank):
+            has_tile, row, column = _tile_in(c - 1, grid, columns, rows, BLOCK_M, BLOCK_N, GROUP)
+            if has_tile & (_owner_in(c - 1, WORLD_SIZE) == rank):
                 _sum_tile(
-                    bias, out, m, packets, panels, peers, gather, _slots_in(c - 1, grid, WORLD_SIZE), row, column, rank,
-                    BLOCK_N, OUT, WORLD_SIZE, BIAS, SLOT, BLOCK,
+                    bias, out, m, packets, panels, panel_peers, gather, _slots_in(c - 1, grid, WORLD_SIZE),
+                    row, column, rank, BLOCK_N, OUT, WORLD_SIZE, BIAS, SLOT, BLOCK,
                 )  # fmt: skip
+        # 3. Copy the tile of round c − 2 to the result if a peer owns it.
         if c >= 2:
-            there, row, column = _tile_in(c - 2, grid, columns, rows, BLOCK_M, BLOCK_N, GROUP)
+            has_tile, row, column = _tile_in(c - 2, grid, columns, rows, BLOCK_M, BLOCK_N, GROUP)
             owner = _owner_in(c - 2, WORLD_SIZE)
-            if there & (owner != rank):
+            if has_tile & (owner != rank):
                 slot = _slots_in(c - 2, grid, WORLD_SIZE) + owner
                 copy_slot(
                     out, panels + gather + slot * (SLOT * 16), m, packets, row, column, BLOCK_N, OUT, SLOT, COPY
                 )  # fmt: skip
         if c <= rounds:
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, base + c + 1, WORLD_SIZE)
+            arrive(peers, rank, base + c + 1, WORLD_SIZE)
     write_counter(local, base + rounds + 1, EPOCH_OFFSET)
 
 
 @triton.jit
 def _sum_everywhere(
-    bias, out, m, packets, panels, peers, multicast, place, gather, row, column,
+    bias, out, m, packets, panels, panel_peers, multicast, place, gather, row, column,
     BLOCK_N: tl.constexpr, OUT: tl.constexpr, WORLD_SIZE: tl.constexpr, BIAS: tl.constexpr, SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the tile that lies `place` bytes into every rank's panels; store it here, and `gather` further there."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    """Load the sum of the tile at `place` of every rank's panels; store it in the result and `gather` bytes further."""
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
     for start in tl.range(0, SLOT, BLOCK):
-        at = start + lanes
-        c, packet, here = packets_in(at, row, column, m, packets, BLOCK_N, OUT)
-        here = here & (at < SLOT)
-        s = load_reduce(multicast, peers, panels, place + at * 16, here, OUT, WORLD_SIZE)
+        at = start + offsets
+        c, packet, mask = packets_in(at, row, column, m, packets, BLOCK_N, OUT)
+        mask = mask & (at < SLOT)
+        s = load_reduce(multicast, panel_peers, panels, place + at * 16, mask, OUT, WORLD_SIZE)
         if BIAS:
-            b = load_packets(bias + c * 16, here)
+            b = load_packets(bias + c * 16, mask)
             s = add_extras(s, b, b, OUT, True, False)
-        store_packets(out + packet * 16, s[0], s[1], s[2], s[3], here)
-        store_all(multicast, peers, panels, place + gather + at * 16, s[0], s[1], s[2], s[3], here, WORLD_SIZE)
+        store_packets(out + packet * 16, s[0], s[1], s[2], s[3], mask)
+        store_all(multicast, panel_peers, panels, place + gather + at * 16, s[0], s[1], s[2], s[3], mask, WORLD_SIZE)
 
 
 @triton.jit
 def gemm_multimem_kernel(
-    a, b, bias, scale_a, scale_b, out, m, n, k, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    panels, p0, p1, p2, p3, p4, p5, p6, multicast, gather, chunks,
+    a, b, bias, scale_a, scale_b, out, m, n, k, local, peers, rank, timeout_ns, status,
+    panels, panel_peers, multicast, gather, chunks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """See the module's text. A tile's slot is that of its number; its sum lies `gather` bytes further."""
-    peers = (p0, p1, p2, p3, p4, p5, p6)
+    """In round c: multiply chunk c, sum chunk c − 1, copy chunk c − 2; see the module's text.
+
+    A tile's slot has the tile's number; the sum lies `gather` bytes further.
+    """
     epoch = read_counter(local, EPOCH_OFFSET)
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    arrive(peers, rank, epoch + 1, WORLD_SIZE)
     base = epoch + 1
-    PER: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
-    SLOT: tl.constexpr = BLOCK_M * BLOCK_N // PER
-    packets = n // PER
+    PER_PACKET: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
+    SLOT: tl.constexpr = BLOCK_M * BLOCK_N // PER_PACKET
+    packets = n // PER_PACKET
     rows, columns = (m + BLOCK_M - 1) // BLOCK_M, (n + BLOCK_N - 1) // BLOCK_N
     grid = tl.num_programs(0).to(tl.int64)
     block = tl.program_id(0).to(tl.int64)
@@ -436,6 +465,7 @@ def gemm_multimem_kernel(
     y = operand_b(b, k, n, BLOCK_N, BLOCK_K, NK, DTYPE)
 
     for c in tl.range(0, chunks + 2):
+        # 1. Multiply the tiles of chunk c, store them in the own panels.
         if c < chunks:
             for s in tl.range(0, WORLD_SIZE):
                 tile = block + (c * WORLD_SIZE + s) * grid
@@ -447,7 +477,8 @@ def gemm_multimem_kernel(
                     if c == 0:
                         await_peers_together(local, rank, base, timeout_ns, status, WORLD_SIZE)
                     store_slot(panels + tile * (SLOT * 16), total, BLOCK_M, BLOCK_N, OUT)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, base + tl.maximum(1, 2 * c), WORLD_SIZE)
+            arrive(peers, rank, base + tl.maximum(1, 2 * c), WORLD_SIZE)
+        # 2. Load the sum of the own tile of chunk c − 1, store it in the result and in every rank's panels.
         if (c >= 1) & (c <= chunks):
             d = c - 1
             await_peers_together(local, rank, base + tl.maximum(1, 2 * d), timeout_ns, status, WORLD_SIZE)
@@ -455,11 +486,12 @@ def gemm_multimem_kernel(
             if tile < rows * columns:
                 down, across = tile_of(tile, rows, columns, GROUP)
                 _sum_everywhere(
-                    bias, out, m, packets, panels, peers, multicast, tile * (SLOT * 16), gather,
+                    bias, out, m, packets, panels, panel_peers, multicast, tile * (SLOT * 16), gather,
                     down * BLOCK_M, across * BLOCK_N, BLOCK_N, OUT, WORLD_SIZE, BIAS, SLOT, BLOCK,
                 )  # fmt: skip
             summed = base + tl.minimum(2 * d + 3, 2 * chunks)
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, summed, WORLD_SIZE)
+            arrive(peers, rank, summed, WORLD_SIZE)
+        # 3. Copy the peers' tiles of chunk c − 2 to the result.
         if c >= 2:
             e = c - 2
             await_peers_together(local, rank, base + tl.minimum(2 * e + 3, 2 * chunks), timeout_ns, status, WORLD_SIZE)
@@ -488,38 +520,39 @@ def _is_last_part(counters, tile, SPLIT: tl.constexpr):
 
 @triton.jit
 def _push(
-    total, q0, q1, q2, q3, q4, q5, q6, local, slot, row, column, m, packets,
+    total, peers, local, slot, row, column, m, packets,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OUT: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Round a tile and push it into the slot at offset `slot` of every rank, whose rows have `packets` packets."""
-    PER: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
-    peers = (q0, q1, q2, q3, q4, q5, q6)
+    PER_PACKET: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
     w0, w1, w2, w3 = tile_words(total, BLOCK_M, BLOCK_N, OUT)
-    w0, w1, w2, w3 = arm(w0), arm(w1), arm(w2), arm(w3)
+    w0, w1, w2, w3 = escape_sentinels(w0, w1, w2, w3)
     r = row + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
-    c = column // PER + tl.arange(0, BLOCK_N // PER).to(tl.int64)[None, :]
-    here = (r < m) & (c < packets)
+    c = column // PER_PACKET + tl.arange(0, BLOCK_N // PER_PACKET).to(tl.int64)[None, :]
+    mask = (r < m) & (c < packets)
     place = slot + (r * packets + c) * 16
     for i in tl.static_range(WORLD_SIZE - 1):
-        store_packets(peers[i] + place, w0, w1, w2, w3, here, REMOTE=True)
-    store_packets(local + place, w0, w1, w2, w3, here, REMOTE=True)
+        store_packets(peers[i] + place, w0, w1, w2, w3, mask, REMOTE=True)
+    store_packets(local + place, w0, w1, w2, w3, mask, REMOTE=True)
 
 
 @triton.jit
 def gemm_lamport_kernel(
-    a, b, bias, scale_a, scale_b, out, m, n, k, parts, counters, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns,
+    a, b, bias, scale_a, scale_b, out, m, n, k, parts, counters, local, peers, rank, timeout_ns,
     status, arena, stage_bytes,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NK: tl.constexpr, DTYPE: tl.constexpr,
     OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, SPLIT: tl.constexpr, POINTERS: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """See the module's text. `parts` has room for a tile of fp32 for each part, `counters` an int32 a tile."""
-    if PDL and not INTERPRET:
-        gdc_wait()
-    calls = read_counter(local, STATE_OFFSET)
-    stage = arena + (calls & 1) * stage_bytes
-    PER: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
-    packets = n // PER
+    """Multiply and push tiles, then poll and sum packets; see the module's text.
+
+    Args:
+        parts: room for a tile of fp32 for each part of the depth.
+        counters: an int32 a tile.
+    """
+    calls, stage = begin_call(local, arena, stage_bytes, PDL)
+    PER_PACKET: tl.constexpr = 128 // element_type(OUT).primitive_bitwidth
+    packets = n // PER_PACKET
     count = m * packets
     rows = (m + BLOCK_M - 1) // BLOCK_M
     tiles = rows * ((n + BLOCK_N - 1) // BLOCK_N)
@@ -529,6 +562,7 @@ def gemm_lamport_kernel(
         x = matrix(a, m, k, BLOCK_M, BLOCK_K, DTYPE)
         y = operand_b(b, k, n, BLOCK_N, BLOCK_K, NK, DTYPE)
 
+    # 1. Multiply parts of tiles; the block with the whole tile pushes it into slot `rank` of every rank's stage.
     for item in tl.range(tl.program_id(0), tiles * SPLIT, tl.num_programs(0)):
         tile, part = item // SPLIT, item % SPLIT
         row, column = (tile % rows * BLOCK_M).to(tl.int32), (tile // rows * BLOCK_N).to(tl.int32)
@@ -547,37 +581,37 @@ def gemm_lamport_kernel(
                     whole += tl.load(at + i * (BLOCK_M * BLOCK_N))
                 whole = scaled(whole, scale_a, scale_b, row, column, m, n, SCALING, BLOCK_M, BLOCK_N)
                 _push(
-                    whole, q0, q1, q2, q3, q4, q5, q6, local, stage + rank * count * 16, row, column, m, packets,
+                    whole, peers, local, stage + rank * count * 16, row, column, m, packets,
                     BLOCK_M, BLOCK_N, OUT, WORLD_SIZE,
                 )  # fmt: skip
         else:
             total = scaled(total, scale_a, scale_b, row, column, m, n, SCALING, BLOCK_M, BLOCK_N)
             _push(
-                total, q0, q1, q2, q3, q4, q5, q6, local, stage + rank * count * 16, row, column, m, packets,
+                total, peers, local, stage + rank * count * 16, row, column, m, packets,
                 BLOCK_M, BLOCK_N, OUT, WORLD_SIZE,
             )  # fmt: skip
-    if PDL and not INTERPRET:
-        gdc_launch_dependents()
+    launch_next(PDL)
 
-    lanes, first, step = block_range(BLOCK)
+    # 2. Poll the packets of every rank, clear their places, sum in rank order, add the bias.
+    offsets, first, stride = block_range(BLOCK)
     empty = tl.full((BLOCK,), SENTINEL, tl.int32)
-    for begin in tl.range(first, count, step):
-        packet = begin + lanes
-        here = packet < count
+    for begin in tl.range(first, count, stride):
+        packet = begin + offsets
+        mask = packet < count
         place = local + stage + packet * 16
-        words = poll_packets(place, count * 16, here, rank * 0 - 1, timeout_ns, status, WORLD_SIZE)
+        words = poll_packets(place, count * 16, mask, rank * 0 - 1, timeout_ns, status, WORLD_SIZE)
         for i in tl.static_range(WORLD_SIZE):
-            store_packets(place + i * count * 16, empty, empty, empty, empty, here)
-        s0, s1, s2, s3 = sum_and_bias(words, bias, packet % packets, here, OUT, BIAS, WORLD_SIZE)
-        store_packets(out + packet * 16, s0, s1, s2, s3, here)
-    write_counter(local, calls + 1, STATE_OFFSET)
+            store_packets(place + i * count * 16, empty, empty, empty, empty, mask)
+        s0, s1, s2, s3 = sum_and_bias(words, bias, packet % packets, mask, OUT, BIAS, WORLD_SIZE)
+        store_packets(out + packet * 16, s0, s1, s2, s3, mask)
+    end_call(local, calls)
 
 
 class SlotVariant(tiles.GemmVariant):
     """A persistent GEMM whose tiles lie in slots.
 
-    Its kernel takes `(a, b, bias, scale_a, scale_b, out, m, n, k, local, q0 … q6, rank, timeout_ns, status, panels,
-    p0 … p6, *further, constants)`, with the addresses of the panels' data.
+    Its kernel takes `(a, b, bias, scale_a, scale_b, out, m, n, k, local, peers, rank, timeout_ns, status, panels,
+    panel_peers, *further, constants)`, with the addresses of the panels' data.
     """
 
     op = "gemm_ar"
@@ -621,34 +655,33 @@ class SlotVariant(tiles.GemmVariant):
             return f"{blocks} blocks leave most SMs idle"
         return None
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        wish = tiles.tile_wish(problem, limits, rows=problem.shape[0])
-        count = tiles.num_tiles(problem.shape[0], problem, wish)  # type: ignore[arg-type]
-        return {**wish, "num_blocks": min(count, limits.num_sms if limits.backend == "cuda" else 2)}
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        preferred = tiles.preferred_tile(problem, limits, rows=problem.shape[0])
+        count = tiles.num_tiles(problem.shape[0], problem, preferred)  # type: ignore[arg-type]
+        return {**preferred, "num_blocks": min(count, limits.num_sms if limits.backend == "cuda" else 2)}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        """Those of all GEMMs, BIAS, BLOCK, and COPY.
+        """The constants of all GEMMs, BIAS, BLOCK, and COPY.
 
-        BLOCK is what loops over packets take at once, in tiles of all ranks: enough to keep the links busy.
+        Loops over packets take BLOCK of them at once from every rank: enough to keep the links busy.
         """
         items = 4 if problem.world_size == 2 else 2 if problem.world_size <= 4 else 1
         threads = 32 * int(config["num_warps"])
-        own: dict[str, Value] = {"BIAS": wanted_of(problem).bias, "BLOCK": threads * items}
-        if self.gathers:
-            own["COPY"] = 4 * threads
-        return {**super().constants(problem, config), **own}
+        copy: dict[str, Value] = {"COPY": 4 * threads} if self.gathers else {}
+        bias = gemm_layout(problem).bias
+        return {**super().constants(problem, config), "BIAS": bias, "BLOCK": threads * items, **copy}
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
         return int(config["num_blocks"])
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        """Tiles of a block, of the one that has the most."""
+        """Tiles of the block that has the most."""
         return -(-tiles.num_tiles(problem.shape[0], problem, config) // int(config["num_blocks"]))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         panels = workspace.panels(problem.mode, self.panel_bytes(problem, config))
         kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
-        data = (panels.data, *(peer + PANEL_DATA if peer else 0 for peer in panels.peers))
+        data = (panels.data, tuple(peer + PANEL_DATA if peer else 0 for peer in panels.peers))
         lane, further = lane_arguments(problem, workspace), self.further(problem, config, panels)
         launch = kernel.fix((*(None,) * 6, *problem.shape, *lane, *data, *further))
         return AddressLaunch(launch, tiles.addresses(problem))
@@ -662,7 +695,7 @@ class OneShot(SlotVariant, registered=True):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         nbytes = self.partial_bytes(problem, config)
-        if nbytes > _MOST_ONE_SHOT_BYTES:
+        if nbytes > _MAX_ONE_SHOT_BYTES:
             return f"one shot is out of the question at {nbytes} bytes a rank"
         return super().infeasible(problem, config, limits)
 
@@ -723,8 +756,8 @@ class Lamport(tiles.GemmVariant, registered=True):
         m, n, k = problem.shape
         if reason := tiles.refuse_gemm(problem, limits, packets=True):
             return reason
-        if m > _MOST_ROWS:
-            return f"{m} rows are a matter of bandwidth: at most {_MOST_ROWS}"
+        if m > _MAX_ROWS:
+            return f"{m} rows are a matter of bandwidth: at most {_MAX_ROWS}"
         nbytes, on_gpus = m * n * out_itemsize(problem), limits.backend == "cuda"
         if reason := refuse_stage(problem, limits, nbytes) or refuse_launch_pdl(config, limits):
             return reason
@@ -742,28 +775,28 @@ class Lamport(tiles.GemmVariant, registered=True):
         if on_gpus and -(-k // int(config["block_k"])) < 2 * split:
             return f"a depth of {k} in {split} parts leaves a block less than two steps"
         count = tiles.num_tiles(m, problem, config)
-        if count > _MOST_PARTS:
+        if count > _MAX_PARTS:
             return f"{count} tiles keep all SMs busy: only split_k=1"
         if on_gpus and count * split > 8 * limits.num_sms:
             return f"{count} tiles in {split} parts are more than 8 blocks an SM"
         return None
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         m, _, k = problem.shape
-        wish: dict[str, Any] = {**tiles.tile_wish(problem, limits, rows=min(m, 64)), "pointers": False}
-        wish["launch_pdl"] = limits.launch_pdl
+        preferred: dict[str, Any] = {**tiles.preferred_tile(problem, limits, rows=min(m, 64)), "pointers": False}
+        preferred["launch_pdl"] = limits.launch_pdl
         if limits.backend == "host":
-            return {**wish, "split_k": 2}
-        count = max(tiles.num_tiles(m, problem, wish), 1)
-        steps = max(k // int(wish["block_k"]) // 2, 1)
-        return {**wish, "split_k": max(min(self._per_sm(problem, wish) * limits.num_sms // count, steps, 8), 1)}
+            return {**preferred, "split_k": 2}
+        count = max(tiles.num_tiles(m, problem, preferred), 1)
+        max_parts = min(max(k // int(preferred["block_k"]) // 2, 1), 8)
+        parts = max(min(self._per_sm(problem, preferred) * limits.num_sms // count, max_parts), 1)
+        return {**preferred, "split_k": parts}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         found = super().constants(problem, {**config, "group": 1})
         del found["GROUP"]
-        own: dict[str, Value] = {"SPLIT": config["split_k"], "POINTERS": config["pointers"]}
-        own |= {"BIAS": wanted_of(problem).bias, "BLOCK": 32 * int(config["num_warps"]), "PDL": config["launch_pdl"]}
-        return {**found, **own}
+        found |= {"SPLIT": config["split_k"], "POINTERS": config["pointers"], "PDL": config["launch_pdl"]}
+        return {**found, "BIAS": gemm_layout(problem).bias, "BLOCK": 32 * int(config["num_warps"])}
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
         """Parts of tiles: the blocks of the grid at most, on any GPU."""

@@ -32,10 +32,10 @@ them, and the peers' copy engines pull them, which is one copy less on a slower 
 costs, so it is reduced by this library's all_reduce kernel, which has all SMs then. With two `gemm_streams` sums go to
 a stream of a higher priority.
 
-No rank waits in a circle: pushes wait for the begin and for GEMMs, sums for pushes, gathers for sums; each is queued
-behind what it waits for, on whatever streams share a hardware queue. Gathers overwrite rows that peers were to sum only
-after their sum, which is after the push that reads them. Panels are written again only after a begin, when all ranks
-have joined the streams that read them; where peers pull, a call ends with one of its own.
+No rank waits in a circle: pushes wait for the begin and for GEMMs, sums for pushes, gathers for sums. Each is queued
+after the work that it waits for, so streams may share a hardware queue. Gathers overwrite rows that peers were to sum
+only after their sum, which is after the push that reads them. Panels are written again only after a begin, when all
+ranks have joined the streams that read them; where peers pull, a call ends with a begin, too.
 
 Numerics: library (the products, whose order over the depth is cuBLAS's choice; sums over ranks are ordered and made
 once). Graph-safe: side streams fork from the caller's and join it; flags hold call numbers.
@@ -74,7 +74,7 @@ from tunedcomm.kernels.common.panels import (
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import VariantBase
 from tunedcomm.kernels.gemm import ag, library
-from tunedcomm.kernels.gemm.op import Operands, operands_of, out_itemsize, product, ready_to_cut, rows_of, wanted_of
+from tunedcomm.kernels.gemm.op import Operands, gemm_layout, operands_of, out_itemsize, product, ready_to_cut, rows_of
 from tunedcomm.kernels.gemm.rs import slot_bytes
 from tunedcomm.kernels.gemm.tiles import refuse_gemm, whole_packets
 from tunedcomm.space import Choice, Config, Space, Value
@@ -89,14 +89,14 @@ if TYPE_CHECKING:
 _TILE = 128  # rows of the library's tiles
 _MULTIPLE = 16  # of rows in a chunk of a shard
 _WARPS = 16  # of kernels that send or sum
-# Events behind those of `ag.Pushes` and `ag.Gathered`: the caller's stream, the begin, a part's product (of every other
+# Events behind `ag.Pushes`' and `ag.Gathered`'s: the caller's stream, the begin, a part's product (of every other
 # one beside), the end of those, a sum, all peers' sums; then the ends of the side streams.
 _START, _BEGUN, _MADE, _MADE_BESIDE, _BESIDE, _SUMMED, _READY, _DONE = range(NUM_STREAMS + 1, NUM_STREAMS + 9)
 
 
 @triton.jit
 def await_kernel(panels, source, chunk, timeout_ns, status):
-    """One block: chunk `chunk` of rank `source` is here."""
+    """One block: wait for chunk `chunk` of rank `source`."""
     await_chunk(panels, source, chunk, call_number(panels), timeout_ns, status)
 
 
@@ -106,13 +106,15 @@ def push_chunk_kernel(source, target, packets, panels, owner, rank, chunk, count
 
     Waits for nothing.
     """
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, packets, step):
-        packet = start + lanes
-        here = packet < packets
-        w0, w1, w2, w3 = load_packets(source + packet * 16, here)
-        store_packets(target + packet * 16, w0, w1, w2, w3, here)
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * BLOCK
+    # 1. Store the packets in the owner's panels.
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, packets, stride):
+        packet = start + offsets
+        mask = packet < packets
+        w0, w1, w2, w3 = load_packets(source + packet * 16, mask)
+        store_packets(target + packet * 16, w0, w1, w2, w3, mask)
+    # 2. The last block to have stored its part raises the flag there.
     if is_last(panels, counter, tl.num_programs(0)):
         announce_to(owner, rank, chunk, call_number(panels))
 
@@ -123,61 +125,77 @@ def sum_slots_kernel(
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum what lies in the slots of the own panels, in rank order, chunks of `span` packets; the own slot is full."""
-    number = call_number(panels)
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    """Sum what lies in the slots of the own panels, in rank order, chunks of `span` packets; the own slot is full.
+
+    Example:
+        2 ranks, 8 fp32 results a rank (2 packets), 1 chunk. Rank 0 waits for rank 1's flag of chunk 0. Then it adds
+        packet p of slot 0, its own product, and packet p of slot 1, which rank 1 has pushed, for p = 0 and 1.
+    """
+    epoch = call_number(panels)
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * BLOCK
     total = slot_bytes // 16
     for chunk in tl.static_range(CHUNKS):
-        await_chunk_of_all(panels, chunk, rank, number, timeout_ns, status, WORLD_SIZE)
+        # 1. Wait until every peer has pushed the chunk.
+        await_chunk_of_all(panels, chunk, rank, epoch, timeout_ns, status, WORLD_SIZE)
         end = tl.minimum(total, (chunk + 1) * span)
-        for start in tl.range(chunk * span + tl.program_id(0).to(tl.int64) * BLOCK, end, step):
-            packet = start + lanes
-            here = packet < end
+        # 2. Sum the chunk in rank order.
+        for start in tl.range(chunk * span + tl.program_id(0).to(tl.int64) * BLOCK, end, stride):
+            packet = start + offsets
+            mask = packet < end
             words = ()
             for i in tl.static_range(WORLD_SIZE):
-                words = words + load_packets(panels + DATA + i * slot_bytes + packet * 16, here)
+                words = words + load_packets(panels + DATA + i * slot_bytes + packet * 16, mask)
             s0, s1, s2, s3 = sum_packets(words, DTYPE, AVG, WORLD_SIZE)
-            write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
+            write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, TAIL)
 
 
 @triton.jit
 def sum_share_kernel(
-    own, bias, row, first, slots, slot_bytes, sums, packets, panels, p0, p1, p2, p3, p4, p5, p6, rank, part, ready,
+    own_share, bias, row, first, slots, slot_bytes, sums, packets, panels, panel_peers, rank, part, ready,
     timeout_ns, status,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, PULLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum one share of `packets` packets, at address `own` and in the slots, into `own`; if PULLED into `sums`, too.
+    """Sum one share of `packets` packets, at address `own_share` and in the slots, into `own_share`.
 
+    If PULLED, the sums go to `sums`, too.
     A row of the result has `row` packets, `first` is the share's first packet in it; the slots are announced as chunk
     `part`, and sums that peers will pull as chunk `ready`.
+
+    Example:
+        2 ranks, a part of 8 fp32 results (2 packets), so a share of 1 packet. Rank 0's product of packet 0 lies at
+        `own_share`, rank 1's in slot 1 of rank 0's panels. Rank 0 adds them in that order and stores the sum at
+        `own_share`.
     """
-    number = call_number(panels)
-    await_chunk_of_all(panels, part, rank, number, timeout_ns, status, WORLD_SIZE)
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, packets, step):
-        packet = start + lanes
-        here = packet < packets
+    epoch = call_number(panels)
+    # 1. Wait until every peer has pushed its share of the part.
+    await_chunk_of_all(panels, part, rank, epoch, timeout_ns, status, WORLD_SIZE)
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * BLOCK
+    # 2. Sum in rank order, add the bias, store.
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, packets, stride):
+        packet = start + offsets
+        mask = packet < packets
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            source = tl.where(rank == i, own, slots + i * slot_bytes)
-            words = words + load_packets(source + packet * 16, here)
+            source = tl.where(rank == i, own_share, slots + i * slot_bytes)
+            words = words + load_packets(source + packet * 16, mask)
         s = sum_packets(words, DTYPE, False, WORLD_SIZE)
         if BIAS:
-            s = with_bias(s, bias, first + packet, row, here, DTYPE)
-        store_packets(own + packet * 16, s[0], s[1], s[2], s[3], here)
+            s = with_bias(s, bias, first + packet, row, mask, DTYPE)
+        store_packets(own_share + packet * 16, s[0], s[1], s[2], s[3], mask)
         if PULLED:
-            store_packets(sums + packet * 16, s[0], s[1], s[2], s[3], here)
+            store_packets(sums + packet * 16, s[0], s[1], s[2], s[3], mask)
+    # 3. The last block tells the peers that they may pull the sums.
     if PULLED:
         last = is_last(panels, part, tl.num_programs(0))
         if last:
-            announce(p0, p1, p2, p3, p4, p5, p6, rank, ready, number, WORLD_SIZE)
+            announce(panel_peers, rank, ready, epoch, WORLD_SIZE)
 
 
 @triton.jit
 def await_all_kernel(panels, chunk, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
-    """One block: chunk `chunk` of every peer is here."""
+    """One block: wait for chunk `chunk` of every peer."""
     await_chunk_of_all(panels, chunk, rank, call_number(panels), timeout_ns, status, WORLD_SIZE)
 
 
@@ -193,21 +211,21 @@ class _Products:
         if self.two:
             self.copies.wait(self.copies.beside, event)
 
-    def stream_of(self, number: int, stream: int) -> int:
+    def stream_of(self, index: int, stream: int) -> int:
         """The stream of a product, if `stream` is the caller's."""
-        return self.copies.beside if self.two and number % 2 else stream
+        return self.copies.beside if self.two and index % 2 else stream
 
-    def multiply(self, number: int, stream: int, operands: Operands, out: torch.Tensor) -> int:
-        """Queue product number `number`; return its stream."""
-        queue = self.stream_of(number, stream)
+    def multiply(self, index: int, stream: int, operands: Operands, out: torch.Tensor) -> int:
+        """Queue product `index`; return its stream."""
+        queue = self.stream_of(index, stream)
         with self.copies.current(queue) if queue != stream else contextlib.nullcontext():
             product(self.problem, operands, out)
         return queue
 
-    def make(self, number: int, stream: int, operands: Operands, out: torch.Tensor, row: int, rows: int) -> int:
+    def make(self, index: int, stream: int, operands: Operands, out: torch.Tensor, row: int, rows: int) -> int:
         """Queue the product of some rows; return the event that stands for it until the next one on its stream."""
-        end, event = row + rows, _MADE_BESIDE if self.two and number % 2 else _MADE
-        self.copies.record(event, self.multiply(number, stream, operands.of_rows(self.problem, row, end), out[row:end]))
+        end, event = row + rows, _MADE_BESIDE if self.two and index % 2 else _MADE
+        self.copies.record(event, self.multiply(index, stream, operands.of_rows(self.problem, row, end), out[row:end]))
         return event
 
     def join(self, stream: int) -> None:
@@ -257,11 +275,11 @@ class ChunkedGather(VariantBase, registered=True):
         shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
         if limits.backend == "host" and senders > 1:
             return "interpreted blocks run one after another: more than 1 only cost time"
-        if not by_copies and limits.backend == "cuda" and (senders == 1 or shard < senders * ag.LEAST_SENT_BYTES):
+        if not by_copies and limits.backend == "cuda" and (senders == 1 or shard < senders * ag.MIN_SENT_BYTES):
             return f"{shard} bytes are not the right work for {senders} blocks that send"
         return ag.refuse_chunks(problem, config, limits, _MULTIPLE)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         streams = 1 if limits.backend == "host" else 2
         return {"transport": "copy_engine", "chunks": 1, "streams": 1, "comm_blocks": 1, "gemm_streams": streams}
 
@@ -285,7 +303,7 @@ class ChunkedGather(VariantBase, registered=True):
         begin, copied = bind_begin(problem, workspace, panels), ag.Gathered(problem, workspace, panels)
         copies, products = copies_of(workspace, problem.mode), _Products(problem, config, workspace)
         everything, scales = ag.gathered_in(panels, problem)
-        own = slice(rank * rows, (rank + 1) * rows)
+        own_rows = slice(rank * rows, (rank + 1) * rows)
         waiter = bind_kernel(_AWAIT_REQUEST, 1, workspace.device)
         waits = (workspace.timeout_ns, workspace.status_argument(problem))
         chunks = []  # (wait, first row and end in the gathered A), in the order of arrival
@@ -302,12 +320,12 @@ class ChunkedGather(VariantBase, registered=True):
             products.begin(stream, side, begin)
             pushes.begin(side, a, operands.scale_a.data_ptr() if problem.scaling else 0)
             copied.begin(stream, a, outputs)
-            products.multiply(0, stream, operands, out[own])
+            products.multiply(0, stream, operands, out[own_rows])
             copies.wait(stream, _BEGUN)
             products.wait(_BEGUN)
-            for number, (wait, first, end) in enumerate(chunks, 1):
-                wait(products.stream_of(number, stream))
-                products.multiply(number, stream, gathered.of_rows(problem, first, end), out[first:end])
+            for index, (wait, first, end) in enumerate(chunks, 1):
+                wait(products.stream_of(index, stream))
+                products.multiply(index, stream, gathered.of_rows(problem, first, end), out[first:end])
             products.join(stream)
             copied.end(stream, outputs)
             pushes.end(stream)
@@ -360,7 +378,7 @@ class ChunkedScatter(VariantBase, registered=True):
         return refuse_streams(problem, config["num_streams"]) or self._unsuited_sum(problem, config, limits)
 
     def _unsuited_sum(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        """Why the grid of the sum does not suit the problem, or None."""
+        """Return why the grid of the sum does not suit the problem, or None."""
         blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
         packets = slot_bytes(problem) // PACKET_BYTES
         if limits.backend == "host":
@@ -374,10 +392,10 @@ class ChunkedScatter(VariantBase, registered=True):
             return f"one block takes long for {packets} packets"
         return None
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        wish: dict[str, Any] = {"chunks": 1, "transport": "copy_engine", "gemm_streams": 1, "push_blocks": 1}
-        wish |= {"num_streams": min(problem.world_size - 1, 2), "num_warps": 8}
-        return {**wish, "num_blocks": min(slot_bytes(problem) / 4096, limits.num_sms)}
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        preferred: dict[str, Any] = {"chunks": 1, "transport": "copy_engine", "gemm_streams": 1, "push_blocks": 1}
+        preferred |= {"num_streams": min(problem.world_size - 1, 2), "num_warps": 8}
+        return {**preferred, "num_blocks": min(slot_bytes(problem) / 4096, limits.num_sms)}
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         return grid_rounds(slot_bytes(problem) // PACKET_BYTES, config)
@@ -385,7 +403,7 @@ class ChunkedScatter(VariantBase, registered=True):
     def _sum_request(self, problem: Problem, config: Config) -> CompileRequest:
         constants: dict[str, Value] = {
             "WORLD_SIZE": problem.world_size,
-            "DTYPE": wanted_of(problem).dtype,
+            "DTYPE": gemm_layout(problem).dtype,
             "WIDTH": out_itemsize(problem),
             "AVG": problem.reduction == "avg",
             "TAIL": rows_of(problem) * problem.shape[1] * out_itemsize(problem) % PACKET_BYTES != 0,
@@ -405,28 +423,28 @@ class ChunkedScatter(VariantBase, registered=True):
         copies, rank, rows, n = products.copies, workspace.rank, rows_of(problem), problem.shape[1]
         sides, sender = copies.streams[: int(config["num_streams"])], Sender(copies, rank, panels.local)
         slot, chunks, row_bytes = slot_bytes(problem), int(config["chunks"]), n * out_itemsize(problem)
-        span, dtype = self._span(problem, config), getattr(torch, wanted_of(problem).dtype)
+        span, dtype = self._span(problem, config), getattr(torch, gemm_layout(problem).dtype)
         pusher = None
         if config["transport"] == "sm":
             pusher = bind_kernel(_PUSH_REQUEST, int(config["push_blocks"]), workspace.device)
 
-        def push(step: int, chunk: int, source: int, offset: int, nbytes: int) -> Callable[[int], None]:
-            owner, place = panels.peers[step], PANEL_DATA + rank * slot + offset
+        def push(turn: int, chunk: int, source: int, offset: int, nbytes: int) -> Callable[[int], None]:
+            owner, place = panels.peers[turn], PANEL_DATA + rank * slot + offset
             if pusher is None:
                 return lambda stream: sender.send(stream, owner, chunk, (place, source, nbytes))
-            packets, counter = -(-nbytes // PACKET_BYTES), step * chunks + chunk
+            packets, counter = -(-nbytes // PACKET_BYTES), turn * chunks + chunk
             return pusher.fix((source, owner + place, packets, panels.local, owner, rank, chunk, counter))
 
         parts = []  # (first row of A, where its product goes, side stream, push or None for own parts), in order
-        for step in range(problem.world_size):
-            owner, own = (rank + 1 + step) % problem.world_size, step == problem.world_size - 1
-            base = PANEL_DATA + (rank if own else problem.world_size + step) * slot
+        for turn in range(problem.world_size):
+            owner, is_own = (rank + 1 + turn) % problem.world_size, turn == problem.world_size - 1
+            base = PANEL_DATA + (rank if is_own else problem.world_size + turn) * slot
             for chunk, first in enumerate(range(0, rows, span)):
                 count, offset = min(span, rows - first), first * row_bytes
                 start, nbytes = base + offset, count * row_bytes
                 target = panels.buffer.local[start : start + nbytes].view(dtype).view(count, n)
-                queue = None if own else push(step, chunk, panels.local + start, offset, nbytes)
-                parts.append((owner * rows + first, target, sides[step % len(sides)], queue))
+                queue = None if is_own else push(turn, chunk, panels.local + start, offset, nbytes)
+                parts.append((owner * rows + first, target, sides[turn % len(sides)], queue))
         summer = bind_kernel(self._sum_request(problem, config), int(config["num_blocks"]), workspace.device)
         waits = (rank, workspace.timeout_ns, workspace.status_argument(problem))
         a_chunk = (span * row_bytes if chunks > 1 else slot) // PACKET_BYTES
@@ -440,9 +458,9 @@ class ChunkedScatter(VariantBase, registered=True):
             for side in sides[1:]:
                 copies.wait(side, _BEGUN)
             products.wait(_START)
-            for number, (row, target, side, queue) in enumerate(parts):
+            for index, (row, target, side, queue) in enumerate(parts):
                 cut = operands.of_rows(problem, row, row + target.shape[0])
-                made = products.multiply(number, stream, cut, target)
+                made = products.multiply(index, stream, cut, target)
                 if queue is not None:
                     copies.fork(made, (side,), _MADE)
                     queue(side)
@@ -459,8 +477,8 @@ def _parts_of(problem: Problem, config: Config) -> list[tuple[int, int]]:
     With `taper` the last one is cut in two. No rows are one part without any.
     """
     m = problem.shape[0]
-    step = max(1, _whole_tiles(-(-m // int(config["chunks"]))))
-    parts = [(row, min(step, m - row)) for row in range(0, max(1, m), step)]
+    a_part = max(1, _whole_tiles(-(-m // int(config["chunks"]))))
+    parts = [(row, min(a_part, m - row)) for row in range(0, max(1, m), a_part)]
     if config.get("taper", False):
         row, rows = parts.pop()
         first = min(_whole_tiles(-(-rows // 2)), rows)
@@ -475,11 +493,11 @@ def _whole_tiles(rows: int) -> int:
 
 
 def _refuse_parts(problem: Problem, config: Config) -> str | None:
-    """Why the result is not cut into such parts, or None."""
-    row_bytes, wanted = problem.shape[1] * out_itemsize(problem), _parts_of(problem, config)
-    if len(wanted) != int(config["chunks"]) + bool(config.get("taper", False)):
-        return f"{problem.shape[0]} rows make {len(wanted)} parts, not {config['chunks']}"
-    if any(row * row_bytes % PACKET_BYTES for row, _ in wanted):
+    """Return why the result is not cut into such parts, or None."""
+    row_bytes, parts = problem.shape[1] * out_itemsize(problem), _parts_of(problem, config)
+    if len(parts) != int(config["chunks"]) + bool(config.get("taper", False)):
+        return f"{problem.shape[0]} rows make {len(parts)} parts, not {config['chunks']}"
+    if any(row * row_bytes % PACKET_BYTES for row, _ in parts):
         return "parts would not begin with whole packets"
     return None
 
@@ -513,30 +531,30 @@ class ChunkedReduce(VariantBase, registered=True):
                 return f"parts of {rows} rows: {reason}"
         return None
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        wish: dict[str, Any] = {"algorithm": "two_shot", "num_warps": 16, "num_chunks": 1}
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        preferred: dict[str, Any] = {"algorithm": "two_shot", "num_warps": 16, "num_chunks": 1}
         if limits.backend == "host":
-            return {**wish, "num_blocks": 2, "chunks": 2}
-        return {**wish, "num_blocks": 16, "chunks": min(max(problem.shape[0] // 512, 2), 8)}
+            return {**preferred, "num_blocks": 2, "chunks": 2}
+        return {**preferred, "num_blocks": 16, "chunks": min(max(problem.shape[0] // 512, 2), 8)}
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
         return int(config["num_blocks"])
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         sizes = {rows for _, rows in _parts_of(problem, config)}
-        asked = (library.reduction_of(problem, config, rows).compile_requests() for rows in sizes)
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(asked)))
+        requests = (library.reduction_of(problem, config, rows).compile_requests() for rows in sizes)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(requests)))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        wanted, copies = _parts_of(problem, config), copies_of(workspace, problem.mode)
-        sizes = sorted({rows for _, rows in wanted})
+        parts, copies = _parts_of(problem, config), copies_of(workspace, problem.mode)
+        sizes = sorted({rows for _, rows in parts})
         reductions = {rows: library.bind_reduction(problem, config, workspace, rows) for rows in sizes}
         fused, sides = library.adds_bias(problem, str(config["algorithm"])), copies.streams[:1]
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             """See the module's text."""
             operands, out = ready_to_cut(problem, operands_of(problem, inputs)), outputs[0]
-            for row, rows in wanted:
+            for row, rows in parts:
                 part = out[row : row + rows]
                 product(problem, operands.of_rows(problem, row, row + rows), part)
                 copies.fork(stream, sides, _MADE)
@@ -552,26 +570,26 @@ class _Part(NamedTuple):
     """A part but the last of gemm_ar copy_engine; offsets are of the result, or of a rank's panels.
 
     Attributes:
-        row, rows, own: of the result; offset of the own share.
+        row, rows, own_start: first row and number of rows of the result; offset of the own share.
         shares: side stream, peer, chunk, offset in its panels, offset and bytes of the share, of each peer.
         sums: the same of the own sum, if it is pushed.
-        taken: side stream, offset, address and bytes of each peer's sum.
+        fetched: side stream, offset, address and bytes of each peer's sum.
         total: `(stream, own share, bias)` to the sum.
         ready: `(stream)` waits until all peers' sums are announced.
     """
 
     row: int
     rows: int
-    own: int
+    own_start: int
     shares: list[tuple[int, int, int, int, int, int]]
     sums: list[tuple[int, int, int, int, int, int]]
-    taken: list[tuple[int, int, int, int]]
+    fetched: list[tuple[int, int, int, int]]
     total: Callable[..., None]
     ready: Callable[..., None]
 
 
 def _slot_bytes(problem: Problem, rows: int) -> int:
-    """Bytes of a rank's share of so many rows, of the last rank's at most."""
+    """Bytes of a rank's share of `rows` rows; the last rank's share may have fewer."""
     packets = rows * problem.shape[1] * out_itemsize(problem) // PACKET_BYTES
     return -(-packets // problem.world_size) * PACKET_BYTES
 
@@ -603,7 +621,7 @@ class CopyEngine(VariantBase, registered=True):
             return reason
         if reason := _refuse_parts(problem, config):
             return reason
-        if wanted_of(problem).bias and not whole_packets(problem):
+        if gemm_layout(problem).bias and not whole_packets(problem):
             return f"rows of {problem.shape[1]} results are no whole packets, as sums with a bias want"
         if reason := refuse_streams(problem, config["num_streams"]):
             return reason
@@ -619,15 +637,15 @@ class CopyEngine(VariantBase, registered=True):
             return f"{blocks} blocks do not suit {limits.num_sms} SMs"
         return None
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        wish: dict[str, Any] = {"taper": False, "gather": "push", "num_streams": 1}
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        preferred: dict[str, Any] = {"taper": False, "gather": "push", "num_streams": 1}
         if limits.backend == "host":
-            return {**wish, "chunks": 2, "gemm_streams": 1, "num_blocks": 1}
+            return {**preferred, "chunks": 2, "gemm_streams": 1, "num_blocks": 1}
         chunks = min(max(problem.shape[0] // 1024, 2), 8)
-        return {**wish, "chunks": chunks, "gemm_streams": 2, "num_blocks": limits.num_sms}
+        return {**preferred, "chunks": chunks, "gemm_streams": 2, "num_blocks": limits.num_sms}
 
     def sum_request(self, problem: Problem, config: Config) -> CompileRequest:
-        wanted = wanted_of(problem)
+        wanted = gemm_layout(problem)
         constants: dict[str, Value] = {
             "WORLD_SIZE": problem.world_size,
             "DTYPE": wanted.dtype,
@@ -642,9 +660,9 @@ class CopyEngine(VariantBase, registered=True):
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         tail = _parts_of(problem, config)[-1][1]
-        own = (begin_request(problem.world_size), self.sum_request(problem, config), self.ready_request(problem))
+        kernels = (begin_request(problem.world_size), self.sum_request(problem, config), self.ready_request(problem))
         reduction = library.reduction_of(problem, library.usual_reduction(problem, tail), tail)
-        return (*own, *reduction.compile_requests())
+        return (*kernels, *reduction.compile_requests())
 
     def _bind_parts(
         self, problem: Problem, config: Config, workspace: Workspace, pushing: tuple[int, ...],
@@ -653,29 +671,30 @@ class CopyEngine(VariantBase, registered=True):
         """All parts but the last; the side streams push shares, move sums, and wait for the peers' sums."""
         panels = workspace.panels(problem.mode, self.room(problem, config))
         rank, world_size, pulled = workspace.rank, problem.world_size, config["gather"] == "pull"
-        row_bytes, wanted = problem.shape[1] * out_itemsize(problem), _parts_of(problem, config)[:-1]
+        row_bytes, parts = problem.shape[1] * out_itemsize(problem), _parts_of(problem, config)[:-1]
         waits = (workspace.timeout_ns, workspace.status_argument(problem))
         total = bind_kernel(self.sum_request(problem, config), int(config["num_blocks"]), workspace.device)
         ready = bind_kernel(self.ready_request(problem), 1, workspace.device)
-        slots, taking = PANEL_DATA, gathering if pulled else (aside,)
-        for chunk, (row, rows) in enumerate(wanted):
+        slots, fetching = PANEL_DATA, gathering if pulled else (aside,)
+        for chunk, (row, rows) in enumerate(parts):
             slot, begin, end = _slot_bytes(problem, rows), row * row_bytes, (row + rows) * row_bytes
             starts = [min(begin + owner * slot, end) for owner in range(world_size + 1)]
             sizes = [stop - start for start, stop in itertools.pairwise(starts)]
-            own, sums, gathered = starts[rank], slots + world_size * slot, len(wanted) + chunk
-            shares, pushed, taken = [], [], []
-            for step, peer in enumerate(panels.peers[: world_size - 1]):
-                owner = (rank + 1 + step) % world_size
-                start, nbytes, side = starts[owner], sizes[owner], gathering[step % len(gathering)]
-                shares.append((pushing[step % len(pushing)], peer, chunk, slots + rank * slot, start, nbytes))
+            own_start, sums, gathered = starts[rank], slots + world_size * slot, len(parts) + chunk
+            shares, pushed, fetched = [], [], []
+            for turn, peer in enumerate(panels.peers[: world_size - 1]):
+                owner = (rank + 1 + turn) % world_size
+                start, nbytes, side = starts[owner], sizes[owner], gathering[turn % len(gathering)]
+                shares.append((pushing[turn % len(pushing)], peer, chunk, slots + rank * slot, start, nbytes))
                 source = peer + sums if pulled else panels.local + sums + owner * slot
-                taken.append((taking[step % len(taking)], start, source, nbytes))
+                fetched.append((fetching[turn % len(fetching)], start, source, nbytes))
                 if not pulled:
-                    pushed.append((side, peer, gathered, sums + rank * slot, own, sizes[rank]))
-            places = (row_bytes // PACKET_BYTES, own // PACKET_BYTES, panels.local + slots, slot, panels.local + sums)
-            memory = (*places, sizes[rank] // PACKET_BYTES, panels.local, *panels.peers, rank, chunk, gathered)
+                    pushed.append((side, peer, gathered, sums + rank * slot, own_start, sizes[rank]))
+            row_and_first = (row_bytes // PACKET_BYTES, own_start // PACKET_BYTES)
+            places = (*row_and_first, panels.local + slots, slot, panels.local + sums)
+            memory = (*places, sizes[rank] // PACKET_BYTES, panels.local, panels.peers, rank, chunk, gathered)
             launches = total.fix((None, None, *memory, *waits)), ready.fix((panels.local, gathered, rank, *waits))
-            yield _Part(row, rows, own, shares, pushed, taken, *launches)
+            yield _Part(row, rows, own_start, shares, pushed, fetched, *launches)
             slots = sums + (1 if pulled else world_size) * slot
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -696,17 +715,17 @@ class CopyEngine(VariantBase, registered=True):
                 sender.send(side, peer, chunk, (place, target + start, nbytes))
 
         def finish(part: _Part, target: int, bias: int, summing: int) -> None:
-            """The own share's sum, after the products made so far, and the way of all sums."""
+            """Queue the sum of the own share after the products made so far, then the moves of all sums."""
             if products.two:
                 copies.wait(summing, _MADE)
                 copies.wait(summing, _MADE_BESIDE)
-            part.total(summing, target + part.own, bias)
+            part.total(summing, target + part.own_start, bias)
             copies.fork(summing, (*gathering, aside), _SUMMED)
             send(part.sums, target)
             part.ready(aside)
             if pulled:
                 copies.fork(aside, gathering, _READY)
-            for side, start, source, nbytes in part.taken:
+            for side, start, source, nbytes in part.fetched:
                 if nbytes:
                     copies.copy(side, target + start, source, nbytes)
 
@@ -719,14 +738,14 @@ class CopyEngine(VariantBase, registered=True):
             products.wait(_START)
             if products.two:
                 copies.wait(summing, _BEGUN)
-            for number, part in enumerate(parts):
-                made = products.make(number, stream, operands, out, part.row, part.rows)
+            for index, part in enumerate(parts):
+                made = products.make(index, stream, operands, out, part.row, part.rows)
                 for side in pushing:
                     copies.wait(side, _BEGUN)
                     copies.wait(side, made)
                 send(part.shares, target)
-                if number:
-                    finish(parts[number - 1], target, bias, summing)
+                if index:
+                    finish(parts[index - 1], target, bias, summing)
                 else:
                     copies.wait(stream, _BEGUN)
             made = products.make(len(parts), stream, operands, out, last_row, rows)

@@ -13,14 +13,14 @@ from tunedcomm.kernels.all_reduce.host import HostUnfused
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import HostComposed
 from tunedcomm.kernels.common.variant import Collective, Workspace
-from tunedcomm.kernels.gemm.op import bind_product, operands_of, product, rows_of, wanted_of
+from tunedcomm.kernels.gemm.op import bind_gathered, bind_product, gemm_layout, rows_of
 from tunedcomm.kernels.reduce_scatter.host import HostOneShot as ScatterOneShot
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
 
 
 class _ByRows(HostComposed):
-    """A GEMM of whose rows every rank has as many."""
+    """A GEMM whose rows are shared out evenly among the ranks."""
 
     numerics = "library"
 
@@ -35,7 +35,7 @@ class HostGather(_ByRows, registered=True):
     summary = "CPU tensors: all_gather in shared memory, then PyTorch's product"
     algorithms = {"one_shot": GatherOneShot.variant}  # noqa: RUF012 - never changed
 
-    def asked(self, problem: Problem) -> Problem:
+    def collective_problem(self, problem: Problem) -> Problem:
         shape = (rows_of(problem) * problem.shape[2],)
         return replace(problem, shape=shape, reduction="", layout="", scaling="")
 
@@ -48,22 +48,8 @@ class HostGather(_ByRows, registered=True):
         return (*gathers, Collective.of(GatherOneShot.variant, scales, {**config, "chunk_kib": 16, "threads": 1}))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        import torch
-
-        (m, _, k), wanted, dtype = problem.shape, wanted_of(problem), getattr(torch, problem.dtype)
         gathers = [gather.bind(workspace) for gather in self.collectives(problem, config)]
-
-        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            operands = operands_of(problem, inputs)
-            whole = outputs[1] if wanted.gathered else torch.empty((m, k), dtype=dtype, device="cpu")
-            gathers[0]((operands.a,), (whole,), stream)
-            if problem.scaling == "rowwise":
-                scales = torch.empty((m, 1), device="cpu")
-                gathers[1]((operands.scale_a,), (scales,), stream)
-                operands = operands._replace(scale_a=scales)
-            product(problem, operands._replace(a=whole), outputs[0])
-
-        return run
+        return bind_gathered(problem, lambda index, whole, shard, stream: gathers[index]((shard,), (whole,), stream))
 
 
 class HostScatter(_ByRows, registered=True):
@@ -71,15 +57,15 @@ class HostScatter(_ByRows, registered=True):
     summary = "CPU tensors: PyTorch's product, then reduce_scatter in shared memory"
     algorithms = {"one_shot": ScatterOneShot.variant}  # noqa: RUF012 - never changed
 
-    def asked(self, problem: Problem) -> Problem:
-        shape, dtype = (rows_of(problem) * problem.shape[1],), wanted_of(problem).dtype
+    def collective_problem(self, problem: Problem) -> Problem:
+        shape, dtype = (rows_of(problem) * problem.shape[1],), gemm_layout(problem).dtype
         return replace(problem, shape=shape, dtype=dtype, layout="", scaling="")
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
 
         scatter, multiply = self.collectives(problem, config)[0].bind(workspace), bind_product(problem)
-        shape, dtype = problem.shape[:2], getattr(torch, wanted_of(problem).dtype)
+        shape, dtype = problem.shape[:2], getattr(torch, gemm_layout(problem).dtype)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             partial = torch.empty(shape, dtype=dtype, device="cpu")
@@ -96,13 +82,13 @@ class HostReduce(HostUnfused, registered=True):
     numerics = "library"
     summary = "CPU tensors: PyTorch's product, then all_reduce in shared memory"
 
-    def asked(self, problem: Problem) -> Problem:
-        shape, dtype = (problem.shape[0] * problem.shape[1],), wanted_of(problem).dtype
+    def collective_problem(self, problem: Problem) -> Problem:
+        shape, dtype = (problem.shape[0] * problem.shape[1],), gemm_layout(problem).dtype
         return replace(problem, shape=shape, dtype=dtype, layout="", scaling="")
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         reduce, multiply = self.collectives(problem, config)[0].bind(workspace), bind_product(problem)
-        with_bias = wanted_of(problem).bias
+        with_bias = gemm_layout(problem).bias
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             multiply(inputs, outputs[0])

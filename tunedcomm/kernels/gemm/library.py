@@ -2,9 +2,7 @@
 
 - library: cuBLAS and NCCL on GPUs, PyTorch and gloo on CPUs. Takes whatever they take; every problem's fall-back.
 - library_tuned: the library's product, before or after one of this library's own collectives. Best where a GEMM is too
-  short to hide anything under. Lane rules: those of the collective's kernels.
-- torch_fused: PyTorch's symmetric-memory operators of asynchronous tensor parallelism. A lost peer leaves them
-  spinning, so they only run when they are forced. They return memory of their own, so the result is copied.
+  short to hide anything under. Lane rules: the collective's kernels have them.
 
 Numerics: library (how the library adds over the depth is its own choice; our collectives' sums are ordered).
 Graph-safe, the library's collectives on NCCL.
@@ -12,7 +10,6 @@ Graph-safe, the library's collectives on NCCL.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,22 +27,20 @@ from tunedcomm.kernels.common.variant import (
     Collective,
     ComposedVariant,
     LibraryVariant,
-    VariantBase,
     Workspace,
     all_gather_single,
     reduce_scatter_single,
 )
 from tunedcomm.kernels.gemm.ag import gathered_in, panel_bytes
 from tunedcomm.kernels.gemm.op import (
-    DTYPES,
     SCALED_MULTIPLE,
+    bind_gathered,
     bind_product,
+    gemm_layout,
     operands_of,
     out_itemsize,
     product,
     rows_of,
-    usual_dtype,
-    wanted_of,
 )
 from tunedcomm.kernels.gemm.tiles import refuse_gemm, whole_packets
 from tunedcomm.kernels.reduce_scatter.one_shot import Lamport as LamportScatter
@@ -65,25 +60,14 @@ class LibraryGather(_Library, registered=True):
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
 
-        group, wanted, (m, _, k) = workspace.group, wanted_of(problem), problem.shape
-        gather_single, dtype = all_gather_single(), getattr(torch, problem.dtype)
+        group, gather_single = workspace.group, all_gather_single()
 
-        def gather(whole: Any, part: Any) -> None:
-            if part.element_size() == 1:
-                whole, part = whole.view(torch.uint8), part.view(torch.uint8)
-            gather_single(whole, part, group=group)
+        def gather(index: int, whole: Any, shard: Any, stream: int) -> None:
+            if shard.element_size() == 1:
+                whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
+            gather_single(whole, shard, group=group)
 
-        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            operands = operands_of(problem, inputs)
-            whole = outputs[1] if wanted.gathered else torch.empty((m, k), dtype=dtype, device=outputs[0].device)
-            gather(whole, operands.a)
-            if problem.scaling == "rowwise":
-                scales = torch.empty((m, 1), device=whole.device)
-                gather(scales, operands.scale_a)
-                operands = operands._replace(scale_a=scales)
-            product(problem, operands._replace(a=whole), outputs[0])
-
-        return run
+        return bind_gathered(problem, gather)
 
 
 class LibraryScatter(_Library, registered=True):
@@ -93,7 +77,7 @@ class LibraryScatter(_Library, registered=True):
         import torch
         import torch.distributed as dist
 
-        group, shape, dtype = workspace.group, problem.shape[:2], getattr(torch, wanted_of(problem).dtype)
+        group, shape, dtype = workspace.group, problem.shape[:2], getattr(torch, gemm_layout(problem).dtype)
         scatter = reduce_scatter_single()
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -125,7 +109,13 @@ class LibraryReduce(_Library, registered=True):
 
 
 def _refuse_axes(config: Config, *, early: tuple[str, ...], cut: tuple[str, ...]) -> str | None:
-    """Why axes do not suit the config's algorithm, of which some are launched early and some cut messages, or None."""
+    """Return why axes do not suit the config's algorithm, or None.
+
+    Args:
+        config: a point of the space.
+        early: algorithms that may be launched early.
+        cut: algorithms that cut messages into chunks.
+    """
     algorithm = str(config["algorithm"])
     if config.get("launch_pdl") and algorithm not in early:
         return f"{algorithm} is not launched early: only launch_pdl=False"
@@ -147,7 +137,7 @@ _SCALE_WARPS, _SCALE_ROUNDS = 16, 4
 
 
 def refuse_scaled(problem: Problem, limits: Limits) -> str | None:
-    """Why cuBLAS does not multiply such fp8 matrices, or None."""
+    """Return why cuBLAS does not multiply such fp8 matrices, or None."""
     _, n, k = problem.shape
     if problem.scaling and limits.backend == "cuda" and (n % SCALED_MULTIPLE or k % SCALED_MULTIPLE):
         return f"the library multiplies fp8 matrices by whole {SCALED_MULTIPLE} rows and columns, not {(n, k)}"
@@ -203,15 +193,15 @@ class TunedGather(_LibraryTuned, registered=True):
         """Not known."""
         return 0
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        asked = self._gather(problem, rows_of(problem) * problem.shape[2], problem.dtype)
-        name = "lamport" if asked.nbytes * problem.world_size <= _SMALL_GATHER else "push"
-        return {"num_chunks": 1, "launch_pdl": False, **_GATHERS[name].default(asked, limits), "algorithm": name}
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        inner = self._gather(problem, rows_of(problem) * problem.shape[2], problem.dtype)
+        name = "lamport" if inner.nbytes * problem.world_size <= _SMALL_GATHER else "push"
+        return {"num_chunks": 1, "launch_pdl": False, **_GATHERS[name].default(inner, limits), "algorithm": name}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         gathers = [gather.bind(workspace).by_address for gather in self.collectives(problem, config)]
         room, scales = gathered_in(workspace.panels(problem.mode, panel_bytes(problem)), problem)
-        gathered = wanted_of(problem).gathered
+        gathered = gemm_layout(problem).gathered
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             operands, whole = operands_of(problem, inputs), outputs[1] if gathered else room
@@ -246,8 +236,8 @@ class TunedScatter(_LibraryTuned, registered=True):
     )
 
     def _scatter(self, problem: Problem) -> Problem:
-        shape = (rows_of(problem) * problem.shape[1],)
-        return replace(problem, shape=shape, dtype=wanted_of(problem).dtype, input_kind="plain", layout="", scaling="")
+        shape, dtype = (rows_of(problem) * problem.shape[1],), gemm_layout(problem).dtype
+        return replace(problem, shape=shape, dtype=dtype, input_kind="plain", layout="", scaling="")
 
     def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
         split = int(config["num_chunks"]) > 1 and int(config["num_blocks"]) >= _SPLIT_BLOCKS
@@ -257,10 +247,10 @@ class TunedScatter(_LibraryTuned, registered=True):
         axes = _refuse_axes(config, early=("lamport",), cut=("push",))
         return refuse_gemm(problem, limits, descriptors=False) or axes
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        asked = self._scatter(problem)
-        best = "lamport" if asked.nbytes <= _LAMPORT_SCATTER_BYTES or limits.backend == "host" else "push"
-        return {"num_chunks": 1, "launch_pdl": False, **_SCATTERS[best].default(asked, limits), "algorithm": best}
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        inner = self._scatter(problem)
+        best = "lamport" if inner.nbytes <= _LAMPORT_SCATTER_BYTES or limits.backend == "host" else "push"
+        return {"num_chunks": 1, "launch_pdl": False, **_SCATTERS[best].default(inner, limits), "algorithm": best}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
@@ -269,7 +259,7 @@ class TunedScatter(_LibraryTuned, registered=True):
         rows, columns = problem.shape[:2]
         nbytes = rows * columns * out_itemsize(problem)
         room = workspace.scratch(problem.mode, nbytes)[:nbytes]
-        partial = room.view(getattr(torch, wanted_of(problem).dtype)).view(rows, columns)
+        partial = room.view(getattr(torch, gemm_layout(problem).dtype)).view(rows, columns)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             product(problem, operands_of(problem, inputs), partial)
@@ -287,16 +277,16 @@ _LAMPORT_REDUCE_BYTES = 4 << 20
 
 def adds_bias(problem: Problem, algorithm: str) -> bool:
     """True if the kernels of `algorithm` add the problem's bias themselves."""
-    return wanted_of(problem).bias and whole_packets(problem) and algorithm in _BIAS_REDUCTIONS
+    return gemm_layout(problem).bias and whole_packets(problem) and algorithm in _BIAS_REDUCTIONS
 
 
 def reduction_of(problem: Problem, config: Config, rows: int) -> Collective:
     """This library's all_reduce of so many rows of the result in place, which adds the bias if it can."""
     algorithm, columns = str(config["algorithm"]), problem.shape[1]
-    asked = replace(problem, dtype=wanted_of(problem).dtype, layout="", scaling="")
+    inner = replace(problem, dtype=gemm_layout(problem).dtype, layout="", scaling="")
     if adds_bias(problem, algorithm):
-        return Collective.of(_BIAS_REDUCTIONS[algorithm], replace(asked, shape=(rows, columns)), config)
-    return Collective.of(_REDUCTIONS[algorithm], replace(asked, shape=(rows * columns,), in_place=True), config)
+        return Collective.of(_BIAS_REDUCTIONS[algorithm], replace(inner, shape=(rows, columns)), config)
+    return Collective.of(_REDUCTIONS[algorithm], replace(inner, shape=(rows * columns,), in_place=True), config)
 
 
 def _refuse_reduction_axes(config: Config) -> str | None:
@@ -304,7 +294,7 @@ def _refuse_reduction_axes(config: Config) -> str | None:
 
 
 def refuse_reduction(problem: Problem, config: Config, limits: Limits, rows: int) -> str | None:
-    """Why that all_reduce cannot run, or None."""
+    """Return why that all_reduce cannot run, or None."""
     return _refuse_reduction_axes(config) or reduction_of(problem, config, rows).refuse(limits)
 
 
@@ -350,26 +340,26 @@ class TunedReduce(_LibraryTuned, registered=True):
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return refuse_gemm(problem, limits, descriptors=False) or _refuse_reduction_axes(config)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         nbytes = problem.shape[0] * problem.shape[1] * out_itemsize(problem)
         small = nbytes * problem.world_size <= 1 << 20
         algorithm = "lamport" if small else "two_shot_lamport" if nbytes <= _LAMPORT_REDUCE_BYTES else "two_shot"
-        wish: dict[str, Any] = {"algorithm": algorithm, "num_chunks": 1, "launch_pdl": False}
+        preferred: dict[str, Any] = {"algorithm": algorithm, "num_chunks": 1, "launch_pdl": False}
         if limits.backend == "host":
-            return {**wish, "num_blocks": 2, "num_warps": 16}
+            return {**preferred, "num_blocks": 2, "num_warps": 16}
         if algorithm == "two_shot":
-            return {**wish, "num_blocks": 128, "num_warps": 16, "num_chunks": 1 if nbytes <= 32 << 20 else 4}
+            return {**preferred, "num_blocks": 128, "num_warps": 16, "num_chunks": 1 if nbytes <= 32 << 20 else 4}
         packets = nbytes // PACKET_BYTES // (1 if small else problem.world_size)
         warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
         blocks = min(packets / (32 * warps), 128)
-        return {**wish, "num_blocks": blocks, "num_warps": warps, "launch_pdl": limits.launch_pdl}
+        return {**preferred, "num_blocks": blocks, "num_warps": warps, "launch_pdl": limits.launch_pdl}
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
         return int(config["num_blocks"])
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         multiply, reduce = bind_product(problem), bind_reduction(problem, config, workspace, problem.shape[0])
-        with_bias, fused = wanted_of(problem).bias, adds_bias(problem, str(config["algorithm"]))
+        with_bias, fused = gemm_layout(problem).bias, adds_bias(problem, str(config["algorithm"]))
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             out = outputs[0]
@@ -377,128 +367,5 @@ class TunedReduce(_LibraryTuned, registered=True):
             reduce(stream, out.data_ptr(), inputs[2].data_ptr() if with_bias else 0)
             if with_bias and not fused:
                 out.add_(inputs[2])
-
-        return run
-
-
-class _TorchFused(VariantBase):
-    name = "torch_fused"
-    numerics = "library"
-    bounded = False
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        (m, n, k), scaled = problem.shape, problem.dtype == "float8_e4m3fn"
-        if limits.backend != "cuda" or not limits.symmetric:
-            return "PyTorch's symmetric-memory operators need GPUs that address each other's memory"
-        if problem.numel == 0 or m % problem.world_size:
-            return f"PyTorch's operators want as many rows on each of {problem.world_size} ranks, not {m}"
-        if scaled != bool(problem.scaling):
-            return "PyTorch's operators scale fp8 operands and no others"
-        if scaled and (n % SCALED_MULTIPLE or k % SCALED_MULTIPLE):
-            return f"PyTorch multiplies fp8 matrices by whole {SCALED_MULTIPLE} rows and columns, not {(n, k)}"
-        return None
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return {"native": False}
-
-
-_NATIVE_ROWS = 128  # of its only tile: a shard is whole tiles
-
-
-class TorchFusedGather(_TorchFused, registered=True):
-    """`native` asks for the form with a persistent GEMM that waits for progress signals.
-
-    Otherwise the operator chooses between its forms by a rule of its own.
-    """
-
-    op = "ag_gemm"
-    summary = "PyTorch's fused_all_gather_matmul"
-    space = Space({"native": Choice(False, True)})
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := super().infeasible(problem, config, limits):
-            return reason
-        wanted, (rows, columns, depth) = wanted_of(problem), (rows_of(problem), *problem.shape[1:])
-        if not problem.scaling and wanted.dtype != usual_dtype(problem.dtype):
-            return f"PyTorch's operator returns {problem.dtype}, not {wanted.dtype}"
-        if not config["native"]:
-            return None
-        if problem.dtype != "bfloat16":
-            return f"PyTorch's native operator multiplies bfloat16, not {problem.dtype}"
-        if rows % _NATIVE_ROWS or columns % 8 or depth % 8:
-            return (
-                f"PyTorch's native operator wants shards of whole {_NATIVE_ROWS} rows, and N and K whole 8, not "
-                f"{rows}x{columns}x{depth}"
-            )
-        import torch
-        import torch.distributed._symmetric_memory as symm_mem
-
-        if hasattr(symm_mem, "_fused_all_gather_matmul_native") and hasattr(torch.ops.symm_mem, "_async_input_mm"):
-            return None
-        return f"PyTorch {torch.__version__} has no native form of the operator"
-
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        import torch
-        import torch.distributed._symmetric_memory as symm_mem
-
-        name, wanted = workspace.group.group_name, wanted_of(problem)
-
-        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            a, b, _, scale_a, scale_b = operands_of(problem, inputs)
-            b = b.T if wanted.nk else b
-            if config["native"]:
-                gathered, result = symm_mem._fused_all_gather_matmul_native(a, b, name)
-            elif problem.scaling:
-                b = b if wanted.nk else b.T.contiguous().T  # multiplies by columns only
-                gathered, (result,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-                    a, [b], scale_a, [scale_b], 0, name, [None], [None], [outputs[0].dtype], [False]
-                )
-            else:
-                gathered, (result,) = torch.ops.symm_mem.fused_all_gather_matmul(
-                    a, [b], 0, name, return_A=wanted.gathered
-                )
-            outputs[0].copy_(result)
-            if wanted.gathered:
-                outputs[1].copy_(gathered)
-
-        return run
-
-
-class TorchFusedScatter(_TorchFused, registered=True):
-    op = "gemm_rs"
-    summary = "PyTorch's fused_matmul_reduce_scatter; forced only, a lost peer would leave it waiting"
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        wanted = wanted_of(problem)
-        if reason := super().infeasible(problem, config, limits):
-            return reason
-        if problem.dtype not in DTYPES or wanted.dtype != usual_dtype(problem.dtype):
-            return f"PyTorch's fused operators do not make {wanted.dtype} of {problem.dtype}"
-        if problem.reduction not in ("sum", "avg"):
-            return f"PyTorch's fused operators do sum and avg, not {problem.reduction}"
-        if problem.scaling and not wanted.nk:
-            return "PyTorch's scaled products want b stored [N, K]"
-        return None
-
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        import torch
-        import torch.distributed._symmetric_memory as symm_mem
-
-        group, reduction, nk = workspace.group.group_name, problem.reduction, wanted_of(problem).nk
-        dtype, shape = getattr(torch, wanted_of(problem).dtype), list(problem.shape[:2])
-        # Not while a graph is captured, when it could not grow.
-        symm_mem.get_symm_mem_workspace(group, math.prod(shape) * out_itemsize(problem))
-        operators = torch.ops.symm_mem
-
-        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            given = operands_of(problem, inputs)
-            b = given.b.T if nk else given.b
-            if problem.scaling:
-                found = operators.fused_scaled_matmul_reduce_scatter(
-                    given.a, b, given.scale_a, given.scale_b, reduction, 0, 0, group, shape, out_dtype=dtype
-                )
-            else:
-                found = operators.fused_matmul_reduce_scatter(given.a, b, reduction, 0, group)
-            outputs[0].copy_(found)
 
         return run

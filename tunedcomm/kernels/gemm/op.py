@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import generator_of
 from tunedcomm.spec import ITEMSIZE, OpSpec, Problem, register_op
 
@@ -38,7 +39,7 @@ SCALED_MULTIPLE = 16  # cuBLAS wants N and K of fp8 products to be multiples of 
 _SCALED_ALIGNMENT = 16  # bytes; cuBLAS wants fp8 matrices and their scales to begin at multiples of this
 
 
-class Wanted(NamedTuple):
+class GemmLayout(NamedTuple):
     """A layout taken apart.
 
     Attributes:
@@ -73,17 +74,17 @@ def usual_dtype(dtype: str) -> str:
     return "bfloat16" if dtype.startswith("float8") else dtype
 
 
-def wanted_of(problem: Problem) -> Wanted:
+def gemm_layout(problem: Problem) -> GemmLayout:
     """The problem's layout, taken apart."""
     parts = problem.layout.split("+")
     dtype = next((part for part in parts if part in ITEMSIZE), usual_dtype(problem.dtype))
-    return Wanted(parts[0] == "nk", "bias" in parts, "gathered" in parts, dtype)
+    return GemmLayout(parts[0] == "nk", "bias" in parts, "gathered" in parts, dtype)
 
 
-def layout_of(wanted: Wanted, dtype: str) -> str:
-    """Inverse of `wanted_of`, for operands of `dtype`."""
+def layout_name(wanted: GemmLayout, dtype: str) -> str:
+    """Inverse of `gemm_layout`, for operands of `dtype`."""
     parts = ["nk" if wanted.nk else "kn"]
-    parts += [name for name, there in (("bias", wanted.bias), ("gathered", wanted.gathered)) if there]
+    parts += [name for name, is_set in (("bias", wanted.bias), ("gathered", wanted.gathered)) if is_set]
     parts += [wanted.dtype] if wanted.dtype != usual_dtype(dtype) else []
     return "+".join(parts)
 
@@ -98,14 +99,14 @@ def _layouts(*extras: str) -> tuple[str, ...]:
 def operands_of(problem: Problem, inputs: tuple[Any, ...]) -> Operands:
     """A launch's inputs by name."""
     rest = list(inputs[2:])
-    bias = rest.pop(0) if wanted_of(problem).bias else None
+    bias = rest.pop(0) if gemm_layout(problem).bias else None
     scales = rest[:2] if problem.scaling else (None, None)
     return Operands(inputs[0], inputs[1], bias, *scales)
 
 
 def out_itemsize(problem: Problem) -> int:
     """Bytes of an element of the result."""
-    return ITEMSIZE[wanted_of(problem).dtype]
+    return ITEMSIZE[gemm_layout(problem).dtype]
 
 
 def shard_rows(problem: Problem) -> int:
@@ -139,7 +140,7 @@ def _values(shape: tuple[int, ...], dtype: str, generator: torch.Generator, kind
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
-    (m, n, k), wanted, generator = problem.shape, wanted_of(problem), generator_of(rank, seed, device)
+    (m, n, k), wanted, generator = problem.shape, gemm_layout(problem), generator_of(rank, seed, device)
     rows = shard_rows(problem) if problem.op == "ag_gemm" else m
     found = [
         _values((rows, k), problem.dtype, generator, kind, 8),
@@ -149,7 +150,7 @@ def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any)
         found.append(_values((n,), wanted.dtype, generator_of(problem.world_size, seed, device), kind, 2))
     if problem.scaling:
         for shape in ((rows, 1), (1, n)) if problem.scaling == "rowwise" else ((1,), (1,)):
-            scale = torch.rand(shape, generator=generator, device=device) + 0.5
+            scale = torch.rand(shape, generator=generator, dtype=torch.float32, device=device) + 0.5
             found.append(scale if kind == "random" else torch.exp2((4 * scale).floor() - 4))
     return tuple(found)
 
@@ -157,7 +158,7 @@ def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any)
 def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
-    (m, n, k), wanted = problem.shape, wanted_of(problem)
+    (m, n, k), wanted = problem.shape, gemm_layout(problem)
     rows = shard_rows(problem) if problem.op == "gemm_rs" else m
     out = torch.empty((rows, n), dtype=getattr(torch, wanted.dtype), device=device)
     if not wanted.gathered:
@@ -167,7 +168,7 @@ def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]:
 
 def product_reference(problem: Problem, given: tuple[Any, ...], rows: slice | None = None) -> torch.Tensor:
     """A·B of one rank's inputs in float64, without the bias; only some rows of A if asked."""
-    operands, wanted = operands_of(problem, given), wanted_of(problem)
+    operands, wanted = operands_of(problem, given), gemm_layout(problem)
     rows = rows or slice(None)
     a, b = operands.a[rows].double(), operands.b.double()
     found: torch.Tensor = a @ (b.T if wanted.nk else b)
@@ -180,15 +181,15 @@ def product_reference(problem: Problem, given: tuple[Any, ...], rows: slice | No
 def _gathered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, ...]:
     import torch
 
-    own = inputs[rank]
+    of_rank = inputs[rank]
     parts = []
     for given in inputs:
-        # Scales of rows come with the rows; one for a whole tensor is the own one.
-        scale_a = (given if problem.scaling == "rowwise" else own)[-2:-1]
-        scales = (*scale_a, own[-1]) if problem.scaling else ()
-        parts.append(product_reference(problem, (given[0], own[1], *scales)))
+        # Scales of rows come with the rows; the scale of a whole tensor is this rank's.
+        scale_a = (given if problem.scaling == "rowwise" else of_rank)[-2:-1]
+        scales = (*scale_a, of_rank[-1]) if problem.scaling else ()
+        parts.append(product_reference(problem, (given[0], of_rank[1], *scales)))
     out = torch.cat(parts)
-    return (out, torch.cat([given[0].double() for given in inputs])) if wanted_of(problem).gathered else (out,)
+    return (out, torch.cat([given[0].double() for given in inputs])) if gemm_layout(problem).gathered else (out,)
 
 
 def _summed_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, ...]:
@@ -221,6 +222,16 @@ def _default_shapes(on_gpus: _Shapes, backend: str, itemsize: int) -> _Shapes:
     return on_gpus if backend == "cuda" else [(48, 32, 32)]
 
 
+def _related_forms(extra: str, problem: Problem) -> tuple[list[str], tuple[str, ...]]:
+    """Without bias or gathered input (`extra`), then with it, then with B stored the other way."""
+    stored, *rest = problem.layout.split("+")
+    dtype = [part for part in rest if part != extra]
+    endings = [rest, dtype, *([[extra, *dtype]] if extra else [])]
+    stores = [stored, *(store for store in ("nk", "kn") if store != stored)]
+    layouts = ["+".join([store, *ending]) for store in stores for ending in endings]
+    return layouts, ("rowwise", "tensorwise") if problem.scaling else ()
+
+
 _fused_gemm = functools.partial(
     OpSpec,
     dtypes=DTYPES,
@@ -231,7 +242,8 @@ _fused_gemm = functools.partial(
     message_bytes=_message_bytes,
     busbw_factor=None,
     scalings=SCALINGS,
-    cold=True,
+    time_cold=True,
+    is_gemm=True,
 )
 _AG_SHAPES: _Shapes = [
     *((m, 2560, 8192) for m in (16, 64, 256)),
@@ -256,6 +268,8 @@ AG_GEMM = register_op(
         shape_help="M x N x K of the GEMM after the gather, e.g. 4096x3584x8192; a rank has M / world_size rows of A",
         reference=_gathered_reference,
         default_shapes=functools.partial(_default_shapes, _AG_SHAPES),
+        model_shapes=lambda shard: [(shard.padded_tokens, p.n, p.k) for p in shard.column_parallel],
+        related_forms=functools.partial(_related_forms, "gathered"),
         layouts=_layouts("gathered"),
         check=shard_rows,
     )
@@ -268,6 +282,8 @@ GEMM_RS = register_op(
         shape_help="M x N x K of the GEMM before the scatter, e.g. 4096x8192x3584; every rank gets M / world_size rows",
         reference=_summed_reference,
         default_shapes=functools.partial(_default_shapes, _RS_SHAPES),
+        model_shapes=lambda shard: [(shard.padded_tokens, p.n, p.k) for p in shard.row_parallel],
+        related_forms=functools.partial(_related_forms, ""),
         layouts=_layouts(),
         check=shard_rows,
     )
@@ -280,6 +296,8 @@ GEMM_AR = register_op(
         shape_help="M x N x K of the GEMM that one rank computes, e.g. 64x8192x2048",
         reference=_summed_reference,
         default_shapes=functools.partial(_default_shapes, _AR_SHAPES),
+        model_shapes=lambda shard: [(shard.tokens, p.n, p.k) for p in shard.row_parallel],
+        related_forms=functools.partial(_related_forms, "bias"),
         layouts=_layouts("bias"),
     )
 )
@@ -289,7 +307,7 @@ def product(problem: Problem, operands: Operands, out: torch.Tensor) -> torch.Te
     """A·B by the library (cuBLAS on GPUs) into `out`, of the result's dtype, without the bias."""
     import torch
 
-    a, b = operands.a, operands.b.T if wanted_of(problem).nk else operands.b
+    a, b = operands.a, operands.b.T if gemm_layout(problem).nk else operands.b
     if not problem.scaling and problem.dtype != "float8_e4m3fn":
         if out.dtype == a.dtype:
             return torch.mm(a, b, out=out)
@@ -317,7 +335,7 @@ def _scaled_product(
     )
     if out.dtype != torch.bfloat16 and (scale_a.numel() > 1 or scale_b.numel() > 1):
         # Scales of rows come with bf16 results only.
-        one = torch.ones(1, device=a.device)
+        one = torch.ones(1, dtype=torch.float32, device=a.device)
         return out.copy_(torch._scaled_mm(a, b, one, one, out_dtype=torch.float32) * scale_a * scale_b)
     if out.data_ptr() % _SCALED_ALIGNMENT:
         return out.copy_(torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype))
@@ -326,16 +344,38 @@ def _scaled_product(
 
 def ready_to_cut(problem: Problem, operands: Operands) -> Operands:
     """Operands whose B is as the library wants it, for products of many parts of A."""
-    if problem.scaling and not wanted_of(problem).nk and operands.b.is_cuda and operands.b.numel():
+    if problem.scaling and not gemm_layout(problem).nk and operands.b.is_cuda and operands.b.numel():
         return operands._replace(b=operands.b.T.contiguous().T)
     return operands
+
+
+def bind_gathered(problem: Problem, gather: Callable[[int, Any, Any, int], None]) -> Launch:
+    """A launch of ag_gemm that gathers everything, then multiplies.
+
+    Args:
+        problem: what is bound.
+        gather: `(0 for A or 1 for the scales of its rows, gathered, shard, stream)`.
+    """
+    (m, _, k), gathered = problem.shape, gemm_layout(problem).gathered
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        operands = operands_of(problem, inputs)
+        whole = outputs[1] if gathered else operands.a.new_empty((m, k))
+        gather(0, whole, operands.a, stream)
+        if problem.scaling == "rowwise":
+            scales = operands.scale_a.new_empty((m, 1))
+            gather(1, scales, operands.scale_a, stream)
+            operands = operands._replace(scale_a=scales)
+        product(problem, operands._replace(a=whole), outputs[0])
+
+    return run
 
 
 def bind_product(problem: Problem) -> Callable[[tuple[Any, ...], torch.Tensor], object]:
     """`(inputs, out)` to `product`, with everything settled that can be known before."""
     import torch
 
-    wanted, mm = wanted_of(problem), torch.mm
+    wanted, mm = gemm_layout(problem), torch.mm
     if problem.scaling or wanted.dtype != problem.dtype:
         return lambda inputs, out: product(problem, operands_of(problem, inputs), out)
     if wanted.nk:

@@ -13,10 +13,7 @@ result's dtype, rows × N each; slots follow each other at whole packets.
   streams wait for the counters (`cuStreamWaitValue32`, by the copy engines' own front end), copy a chunk into this
   rank's slot at the owner when all of its tiles are there, then the call's number into the owner's flag. So the GEMM's
   SMs store nothing over the links.
-- reduce_add: tiles are added, in fp32 and as they come, to a sum in their owner's panels, by relaxed reductions of 16
-  bytes each. A tile of the own shard waits for the peers' flags and takes the sum from memory. Only one matrix of a
-  shard's size is kept, and it is read once. The sum is zeroed before the begin tells the peers that they may write.
-- multimem: tiles are stored into this rank's slot of that owner in its own panels, those of the own shard too. When a
+- multimem: tiles are stored into this rank's slot of that owner in its own panels, the own shard's tiles too. When a
   block has no tiles left it waits for the flags of all ranks chunk by chunk and loads sums of the own rows with
   `multimem.ld_reduce`. The block that is the last to have read raises a further flag at all peers and waits for theirs,
   for nobody may write into panels that peers still read. Refused where the fabric reports no multicast.
@@ -32,8 +29,8 @@ copies can be asked for, so there the own shard is a second launch. The peers' s
 call's begin on, which comes after this kernel in stream order.
 
 Numerics: push_reduce and copy_engine ordered; multimem library (each element is summed once, for its one owner, in the
-switch's order); reduce_add unordered, but with a single rounding. Graph-safe: flags hold call numbers, counters end at
-0, side streams fork from the caller's and join it.
+switch's order). Graph-safe: flags hold call numbers, counters end at 0, side streams fork from the caller's and join
+it.
 Source: fused GEMM + reduce-scatter kernels with an owner-last order, without their separate reduce pass; signals a
 chunk between a GEMM and copy engines, as in Triton-distributed and FLUX; NVLink SHARP as PyTorch's multimem operators
 use it.
@@ -132,9 +129,9 @@ def store_rounded(
     BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Round a tile and store it at `address`, up to `end_row`."""
-    p, there = tile_pointers(address, row, column, columns, BLOCK_M, WIDTH, DTYPE, ALIGNED)
+    p, mask = tile_pointers(address, row, column, columns, BLOCK_M, WIDTH, DTYPE, ALIGNED)
     r = row + tl.arange(0, BLOCK_M)
-    tl.store(p, rounded(total, DTYPE), mask=(r < end_row)[:, None] & there)
+    tl.store(p, rounded(total, DTYPE), mask=(r < end_row)[:, None] & mask)
 
 
 @triton.jit
@@ -159,7 +156,7 @@ def cut(tile, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def _finish_piece(
-    own, staged, slots, slot_bytes, out, rank, row, column, rows, n,
+    own_product, staged, slots, slot_bytes, out, rank, row, column, rows, n,
     BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, WORLD_SIZE: tl.constexpr,
     DESCRIPTOR: tl.constexpr, AVG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -167,19 +164,19 @@ def _finish_piece(
 
     The own partial result is in no slot; what is read in its place is a peer's, which is in the cache anyway.
     """
-    mine = rounded(own, OUT)
+    own_tile = rounded(own_product, OUT)
     total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     for i in tl.range(0, WORLD_SIZE, num_stages=_STAGES):
         source = tl.where(i == rank, (i + 1) % WORLD_SIZE, i).to(tl.int32)
         if DESCRIPTOR:
-            theirs = staged.load([source * rows + row, column])
+            peer_tile = staged.load([source * rows + row, column])
         else:
-            p, there = tile_pointers(
+            p, mask = tile_pointers(
                 slots + source * slot_bytes, row, column, n, BLOCK_M, WIDTH, OUT, ALIGNED
             )  # fmt: skip
             r = row + tl.arange(0, BLOCK_M)
-            theirs = tl.load(p, mask=(r < rows)[:, None] & there, other=0.0)
-        total += tl.where(i == rank, mine.to(tl.float32), theirs.to(tl.float32))
+            peer_tile = tl.load(p, mask=(r < rows)[:, None] & mask, other=0.0)
+        total += tl.where(i == rank, own_tile.to(tl.float32), peer_tile.to(tl.float32))
     if AVG:
         total = _mean(total, WORLD_SIZE)
     store_rounded(out, total, row, column, rows, n, BLOCK_M, WIDTH, OUT, ALIGNED)
@@ -191,7 +188,7 @@ def staged_matrix(
     BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, WORLD_SIZE: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """A descriptor of all slots one below the other; any number where partial results are read without."""
+    """A descriptor of all slots, one below the other; `rows` where partial results are read by plain loads."""
     if DESCRIPTOR:
         return matrix(panels + DATA, rows * WORLD_SIZE, n, BLOCK_M, WIDTH, OUT)
     else:
@@ -200,24 +197,24 @@ def staged_matrix(
 
 @triton.jit
 def finish_tile(
-    own, staged, panels, slot_bytes, out, rank, row, column, rows, n, chunk, number, timeout_ns, status,
+    own_product, staged, panels, slot_bytes, out, rank, row, column, rows, n, chunk, epoch, timeout_ns, status,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, OUT: tl.constexpr,
     WORLD_SIZE: tl.constexpr, DESCRIPTOR: tl.constexpr, AVG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Wait for the peers' chunk and make a tile of the result out of the own product, `PIECES` times some columns."""
-    await_chunk_of_all(panels, chunk, rank, number, timeout_ns, status, WORLD_SIZE)
+    await_chunk_of_all(panels, chunk, rank, epoch, timeout_ns, status, WORLD_SIZE)
     WIDTH: tl.constexpr = BLOCK_N // PIECES
-    mine = cut(own, BLOCK_M, BLOCK_N, PIECES)
+    own_pieces = cut(own_product, BLOCK_M, BLOCK_N, PIECES)
     for i in tl.static_range(PIECES):
         _finish_piece(
-            mine[i], staged, panels + DATA, slot_bytes, out, rank, row, column + i * WIDTH, rows, n,
+            own_pieces[i], staged, panels + DATA, slot_bytes, out, rank, row, column + i * WIDTH, rows, n,
             BLOCK_M, WIDTH, OUT, WORLD_SIZE, DESCRIPTOR, AVG, ALIGNED,
         )  # fmt: skip
 
 
 @triton.jit
 def count_tile(panels, counter):
-    """Count a tile that this block has stored; who sees the count sees the tile."""
+    """Count a tile that this block has stored; a reader that sees the count sees the tile."""
     if not INTERPRET:
         tl.debug_barrier()  # all threads of the block have stored
     place = (panels + COUNTERS + counter * 8).to(tl.pointer_type(tl.int64))
@@ -225,50 +222,28 @@ def count_tile(panels, counter):
 
 
 @triton.jit
-def add_tile(address, total, row, column, end_row, columns, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-             ALIGNED: tl.constexpr):  # fmt: skip
-    """Add a tile to the fp32 matrix at `address`, element by element at once, while others do."""
-    p, there = tile_pointers(address, row, column, columns, BLOCK_M, WIDTH, "float32", ALIGNED)
-    r = row + tl.arange(0, BLOCK_M)
-    tl.atomic_add(p, total, mask=(r < end_row)[:, None] & there, sem="relaxed", scope="sys")
-
-
-@triton.jit
-def finish_added(
-    own, panels, out, row, column, rows, n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, OUT: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    AVG: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Add the own product to what the peers have added up in the own panels, and store the result."""
-    WIDTH: tl.constexpr = BLOCK_N // PIECES
-    mine = cut(own, BLOCK_M, BLOCK_N, PIECES)
-    for i in tl.static_range(PIECES):
-        p, there = tile_pointers(panels + DATA, row, column + i * WIDTH, n, BLOCK_M, WIDTH, "float32", ALIGNED)
-        r = row + tl.arange(0, BLOCK_M)
-        total = tl.load(p, mask=(r < rows)[:, None] & there, other=0.0) + mine[i]
-        if AVG:
-            total = _mean(total, WORLD_SIZE)
-        store_rounded(out, total, row, column + i * WIDTH, rows, n, BLOCK_M, WIDTH, OUT, ALIGNED)
-
-
-@triton.jit
-def _count(panels, peers, rank, step, chunk, tiles, number, CHUNKS: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Count a tile of the chunk that goes to rank + 1 + step, and tell that rank of the last one."""
-    if is_last(panels, step * CHUNKS + chunk, tiles):
-        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
-        announce_to(address_of(peers, panels, owner, rank, WORLD_SIZE), rank, chunk, number)
+def _count(panels, panel_peers, rank, turn, chunk, tiles, epoch, CHUNKS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Count a tile of the chunk for rank + 1 + `turn`; the last tile raises that rank's flag."""
+    if is_last(panels, turn * CHUNKS + chunk, tiles):
+        owner = ((rank + 1 + turn) % WORLD_SIZE).to(tl.int32)
+        announce_to(address_of(panel_peers, panels, owner, rank, WORLD_SIZE), rank, chunk, epoch)
 
 
 @triton.jit
 def push_reduce_kernel(
-    a, b, scale_a, scale_b, out, m, n, depth, panels, p0, p1, p2, p3, p4, p5, p6, rank, timeout_ns, status, slot_bytes,
+    a, b, scale_a, scale_b, out, m, n, depth, panels, panel_peers, rank, timeout_ns, status, slot_bytes,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
     AVG: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr, DESCRIPTOR: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """See the module's text."""
-    peers = (p0, p1, p2, p3, p4, p5, p6)
-    number = call_number(panels)
+    """Multiply tiles shard by shard, the own shard last; see the module's text.
+
+    Example:
+        2 ranks, 4 tiles, 2 a shard, 1 block. Rank 0 multiplies tiles 2 and 3, stores them in slot 0 of rank 1's panels
+        and raises rank 1's flag. Then rank 0 multiplies tiles 0 and 1, waits for rank 1's flag, adds slot 1 of its own
+        panels to each, in rank order, and stores the sums in its result.
+    """
+    epoch = call_number(panels)
     rows = (m // WORLD_SIZE).to(tl.int32)
     tile_rows, tile_columns = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N).to(tl.int32)
     shard = tile_rows * tile_columns
@@ -276,47 +251,50 @@ def push_reduce_kernel(
     y = operand_b(b, depth, n, BLOCK_N, BLOCK_K, NK, DTYPE)
     staged = staged_matrix(panels, rows, n, BLOCK_M, BLOCK_N // PIECES, OUT, WORLD_SIZE, DESCRIPTOR)
     due = tl.program_id(0) * 0  # tiles stored, but not counted
-    last_step, last_chunk, last_count = due, due, due
+    last_turn, last_chunk, last_count = due, due, due
     for tile in tl.range(tl.program_id(0), shard * WORLD_SIZE, tl.num_programs(0)):
-        step = tile // shard
-        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
-        chunk, tile_row, tile_column, count = place_of(tile - step * shard, tile_rows, tile_columns, CHUNKS, GROUP)
+        turn = tile // shard
+        owner = ((rank + 1 + turn) % WORLD_SIZE).to(tl.int32)
+        chunk, tile_row, tile_column, count = place_of(tile - turn * shard, tile_rows, tile_columns, CHUNKS, GROUP)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+        # 1. Multiply the tile.
         total = partial_tile(
             x, y, scale_a, scale_b, owner * rows + row, column, m, n, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, SCALING
         )  # fmt: skip
         if LATE:  # noqa: SIM102 - the compiler's choice, then the GPU's
             if due > 0:
-                _count(panels, peers, rank, last_step, last_chunk, last_count, number, CHUNKS, WORLD_SIZE)
+                _count(panels, panel_peers, rank, last_turn, last_chunk, last_count, epoch, CHUNKS, WORLD_SIZE)
                 due -= 1
-        if step < WORLD_SIZE - 1:
-            target = address_of(peers, panels, owner, rank, WORLD_SIZE)
+        # 2. A tile of a peer's shard: store it in the owner's panels; the chunk's last tile raises the flag there.
+        if turn < WORLD_SIZE - 1:
+            target = address_of(panel_peers, panels, owner, rank, WORLD_SIZE)
             slot = target + DATA + rank * slot_bytes
             store_rounded(slot, total, row, column, rows, n, BLOCK_M, BLOCK_N, OUT, ALIGNED)
             if LATE:
-                due, last_step, last_chunk, last_count = due + 1, step, chunk, count
+                due, last_turn, last_chunk, last_count = due + 1, turn, chunk, count
             else:
-                _count(panels, peers, rank, step, chunk, count, number, CHUNKS, WORLD_SIZE)
+                _count(panels, panel_peers, rank, turn, chunk, count, epoch, CHUNKS, WORLD_SIZE)
         else:
+            # 3. A tile of the own shard: wait for the peers' tiles, sum in rank order.
             finish_tile(
-                total, staged, panels, slot_bytes, out, rank, row, column, rows, n, chunk, number, timeout_ns, status,
+                total, staged, panels, slot_bytes, out, rank, row, column, rows, n, chunk, epoch, timeout_ns, status,
                 BLOCK_M, BLOCK_N, PIECES, OUT, WORLD_SIZE, DESCRIPTOR, AVG, ALIGNED,
             )  # fmt: skip
     if LATE:  # noqa: SIM102
         if due > 0:
-            _count(panels, peers, rank, last_step, last_chunk, last_count, number, CHUNKS, WORLD_SIZE)
+            _count(panels, panel_peers, rank, last_turn, last_chunk, last_count, epoch, CHUNKS, WORLD_SIZE)
 
 
 @triton.jit
 def counted_gemm_kernel(
-    a, b, scale_a, scale_b, out, first, end, m, n, depth, panels, p0, p1, p2, p3, p4, p5, p6, rank, timeout_ns, status,
+    a, b, scale_a, scale_b, out, first, end, m, n, depth, panels, panel_peers, rank, timeout_ns, status,
     slot_bytes,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
     AVG: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `first` to `end` of those of all shards; see the module's text."""
-    number = call_number(panels)
+    """Multiply tiles `first` to `end` of all shards, the own shard last; see the module's text."""
+    epoch = call_number(panels)
     rows = (m // WORLD_SIZE).to(tl.int32)
     tile_rows, tile_columns = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N).to(tl.int32)
     shard = tile_rows * tile_columns
@@ -324,100 +302,70 @@ def counted_gemm_kernel(
     y = operand_b(b, depth, n, BLOCK_N, BLOCK_K, NK, DTYPE)
     staged = staged_matrix(panels, rows, n, BLOCK_M, BLOCK_N // PIECES, OUT, WORLD_SIZE, DESCRIPTOR)
     for tile in tl.range(first.to(tl.int32) + tl.program_id(0), end.to(tl.int32), tl.num_programs(0)):
-        step = tile // shard
-        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
-        chunk, tile_row, tile_column, _ = place_of(tile - step * shard, tile_rows, tile_columns, CHUNKS, GROUP)
+        turn = tile // shard
+        owner = ((rank + 1 + turn) % WORLD_SIZE).to(tl.int32)
+        chunk, tile_row, tile_column, _ = place_of(tile - turn * shard, tile_rows, tile_columns, CHUNKS, GROUP)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+        # 1. Multiply the tile.
         total = partial_tile(
             x, y, scale_a, scale_b, owner * rows + row, column, m, n, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, SCALING
         )  # fmt: skip
-        if step < WORLD_SIZE - 1:
-            place = panels + DATA + (WORLD_SIZE + step) * slot_bytes
+        # 2. A tile of a peer's shard: store it in the own panels and count it; a copy engine takes the chunk away.
+        if turn < WORLD_SIZE - 1:
+            place = panels + DATA + (WORLD_SIZE + turn) * slot_bytes
             store_rounded(place, total, row, column, rows, n, BLOCK_M, BLOCK_N, OUT, ALIGNED)
-            count_tile(panels, step * CHUNKS + chunk)
+            count_tile(panels, turn * CHUNKS + chunk)
         else:
+            # 3. A tile of the own shard: wait for the peers' tiles, sum in rank order.
             finish_tile(
-                total, staged, panels, slot_bytes, out, rank, row, column, rows, n, chunk, number, timeout_ns, status,
+                total, staged, panels, slot_bytes, out, rank, row, column, rows, n, chunk, epoch, timeout_ns, status,
                 BLOCK_M, BLOCK_N, PIECES, OUT, WORLD_SIZE, DESCRIPTOR, AVG, ALIGNED,
             )  # fmt: skip
 
 
 @triton.jit
-def reduce_add_kernel(
-    a, b, scale_a, scale_b, out, m, n, depth, panels, p0, p1, p2, p3, p4, p5, p6, rank, timeout_ns, status, slot_bytes,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
-    DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
-    AVG: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """See the module's text."""
-    peers = (p0, p1, p2, p3, p4, p5, p6)
-    number = call_number(panels)
-    rows = (m // WORLD_SIZE).to(tl.int32)
-    tile_rows, tile_columns = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N).to(tl.int32)
-    shard = tile_rows * tile_columns
-    x = matrix(a, m, depth, BLOCK_M, BLOCK_K, DTYPE)
-    y = operand_b(b, depth, n, BLOCK_N, BLOCK_K, NK, DTYPE)
-    for tile in tl.range(tl.program_id(0), shard * WORLD_SIZE, tl.num_programs(0)):
-        step = tile // shard
-        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
-        chunk, tile_row, tile_column, count = place_of(tile - step * shard, tile_rows, tile_columns, CHUNKS, GROUP)
-        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-        total = partial_tile(
-            x, y, scale_a, scale_b, owner * rows + row, column, m, n, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, SCALING
-        )  # fmt: skip
-        if step < WORLD_SIZE - 1:
-            target = address_of(peers, panels, owner, rank, WORLD_SIZE)
-            add_tile(target + DATA, total, row, column, rows, n, BLOCK_M, BLOCK_N, ALIGNED)
-            if is_last(panels, step * CHUNKS + chunk, count):
-                announce_to(target, rank, chunk, number)
-        else:
-            await_chunk_of_all(panels, chunk, rank, number, timeout_ns, status, WORLD_SIZE)
-            finish_added(
-                total, panels, out, row, column, rows, n, BLOCK_M, BLOCK_N, PIECES, OUT, WORLD_SIZE, AVG, ALIGNED
-            )  # fmt: skip
-
-
-@triton.jit
 def _load_sums(
-    out, panels, peers, multicast, slot_bytes, rank, numel, span, number, timeout_ns, status,
+    out, panels, panel_peers, multicast, slot_bytes, rank, numel, span, epoch, timeout_ns, status,
     WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, AVG: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The own rows' sums, chunks of `span` packets, as their flags go up."""
+    """Load and store the sums of the own rows, in chunks of `span` packets, as their flags go up."""
     total = num_packets(numel, WIDTH)
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * BLOCK
     for chunk in tl.static_range(CHUNKS):
-        await_chunk_of_all(panels, chunk, -1, number, timeout_ns, status, WORLD_SIZE)
+        await_chunk_of_all(panels, chunk, -1, epoch, timeout_ns, status, WORLD_SIZE)
         end = tl.minimum(total, (chunk + 1) * span)
-        for start in tl.range(chunk * span + tl.program_id(0).to(tl.int64) * BLOCK, end, step):
-            packet = start + lanes
-            here = packet < end
-            sums = load_reduce(multicast, peers, panels, DATA + rank * slot_bytes + packet * 16, here, OUT, WORLD_SIZE)
+        for start in tl.range(chunk * span + tl.program_id(0).to(tl.int64) * BLOCK, end, stride):
+            packet = start + offsets
+            mask = packet < end
+            sums = load_reduce(
+                multicast, panel_peers, panels, DATA + rank * slot_bytes + packet * 16, mask, OUT, WORLD_SIZE
+            )
             s0, s1, s2, s3 = mean_packets(sums, OUT, AVG, WORLD_SIZE)
-            write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, True)
+            write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, True)
 
 
 @triton.jit
 def multimem_gemm_kernel(
-    a, b, scale_a, scale_b, out, m, n, depth, panels, p0, p1, p2, p3, p4, p5, p6, rank, timeout_ns, status, slot_bytes,
+    a, b, scale_a, scale_b, out, m, n, depth, panels, panel_peers, rank, timeout_ns, status, slot_bytes,
     multicast,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
     AVG: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See the module's text."""
-    peers = (p0, p1, p2, p3, p4, p5, p6)
-    number = call_number(panels)
+    """Multiply all tiles into the own panels, then load the sums of the own rows; see the module's text."""
+    epoch = call_number(panels)
     rows = (m // WORLD_SIZE).to(tl.int32)
     tile_rows, tile_columns = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N).to(tl.int32)
     shard = tile_rows * tile_columns
     x = matrix(a, m, depth, BLOCK_M, BLOCK_K, DTYPE)
     y = operand_b(b, depth, n, BLOCK_N, BLOCK_K, NK, DTYPE)
+    # 1. Multiply and store every tile in the own panels; a chunk's last tile raises its owner's flag.
     for tile in tl.range(tl.program_id(0), shard * WORLD_SIZE, tl.num_programs(0)):
-        step = tile // shard
-        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
-        chunk, tile_row, tile_column, count = place_of(tile - step * shard, tile_rows, tile_columns, CHUNKS, GROUP)
+        turn = tile // shard
+        owner = ((rank + 1 + turn) % WORLD_SIZE).to(tl.int32)
+        chunk, tile_row, tile_column, count = place_of(tile - turn * shard, tile_rows, tile_columns, CHUNKS, GROUP)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
         total = partial_tile(
             x, y, scale_a, scale_b, owner * rows + row, column, m, n, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, SCALING
@@ -425,25 +373,26 @@ def multimem_gemm_kernel(
         store_rounded(
             panels + DATA + owner * slot_bytes, total, row, column, rows, n, BLOCK_M, BLOCK_N, OUT, ALIGNED
         )  # fmt: skip
-        if is_last(panels, step * CHUNKS + chunk, count):
-            announce_to(address_of(peers, panels, owner, rank, WORLD_SIZE), rank, chunk, number)
+        if is_last(panels, turn * CHUNKS + chunk, count):
+            announce_to(address_of(panel_peers, panels, owner, rank, WORLD_SIZE), rank, chunk, epoch)
+    # 2. Load the sums of the own rows, which the switch makes.
     span = (tile_rows + CHUNKS - 1) // CHUNKS * BLOCK_M * n * WIDTH // 16
     if CHUNKS == 1:
         span = slot_bytes // 16
     _load_sums(
-        out, panels, peers, multicast, slot_bytes, rank, rows * n, span, number, timeout_ns, status,
+        out, panels, panel_peers, multicast, slot_bytes, rank, rows * n, span, epoch, timeout_ns, status,
         WORLD_SIZE, OUT, WIDTH, CHUNKS, AVG, BLOCK,
     )  # fmt: skip
+    # 3. The last block to have read waits until every peer has read.
     if is_last(panels, WORLD_SIZE * CHUNKS, tl.num_programs(0)):
-        announce(p0, p1, p2, p3, p4, p5, p6, rank, CHUNKS, number, WORLD_SIZE)
-        await_chunk_of_all(panels, CHUNKS, rank, number, timeout_ns, status, WORLD_SIZE)
+        announce(panel_peers, rank, CHUNKS, epoch, WORLD_SIZE)
+        await_chunk_of_all(panels, CHUNKS, rank, epoch, timeout_ns, status, WORLD_SIZE)
 
 
 # As many as there are SMs, fewer to leave some to others, or two an SM, one of which multiplies while the other stores.
 NUM_BLOCKS = Choice(1, 64, 120, 132, 264)
 _BLOCKS_PER_SM = 2
 _PIECE = 64  # elements a thread of a piece of a tile that is summed at once, beside the accumulator
-_SUM_ITEMSIZE = 4
 _GRID_AXES: dict[str, Axis] = {"chunks": Choice(1, 2, 4), "num_blocks": NUM_BLOCKS}
 _EPILOGUE_AXES: dict[str, Axis] = {**_GRID_AXES, "epilogue": Choice("descriptor", "pointer")}
 
@@ -458,7 +407,7 @@ class ScatterVariant(tiles.GemmVariant):
     """A persistent GEMM of gemm_rs.
 
     Its kernel takes the addresses of a, b, scale_a, scale_b and the result, what else varies, m, n, depth, panels,
-    p0 … p6, rank, timeout_ns, status, slot_bytes, `further`, and constants.
+    panel_peers, rank, timeout_ns, status, slot_bytes, `further`, and constants.
     """
 
     op = "gemm_rs"
@@ -478,10 +427,17 @@ class ScatterVariant(tiles.GemmVariant):
             return f"{tile_rows} rows of tiles a shard do not make {chunks} chunks"
         return _unsuited_grid(problem, config, limits) or _unsuited_epilogue(problem, config, limits)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        wish = tiles.tile_wish(problem, limits, rows=rows_of(problem))
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        preferred = tiles.preferred_tile(problem, limits, rows=rows_of(problem))
         blocks = 1 if limits.backend == "host" else limits.num_sms
-        return {**wish, "chunks": 1, "num_blocks": blocks, "epilogue": "descriptor", "late": False, "num_streams": 1}
+        return {
+            **preferred,
+            "chunks": 1,
+            "num_blocks": blocks,
+            "epilogue": "descriptor",
+            "late": False,
+            "num_streams": 1,
+        }
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         found, aligned = super().constants(problem, config), tiles.whole_packets(problem)
@@ -506,7 +462,7 @@ class ScatterVariant(tiles.GemmVariant):
         kernel = bind_kernel(self.request(problem, config), self.num_blocks(problem, config), workspace.device)
         varying = (None,) * num_varying
         waits = (workspace.rank, workspace.timeout_ns, workspace.status_argument(problem), slot_bytes(problem))
-        return kernel.fix((*varying, *problem.shape, panels.local, *panels.peers, *waits, *self.further(panels)))
+        return kernel.fix((*varying, *problem.shape, panels.local, panels.peers, *waits, *self.further(panels)))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> AddressLaunch:
         panels = workspace.panels(problem.mode, self.room(problem))
@@ -521,7 +477,7 @@ class ScatterVariant(tiles.GemmVariant):
 
 
 def _unsuited_grid(problem: Problem, config: Config, limits: Limits) -> str | None:
-    """Why a persistent kernel of so many blocks does not suit the problem, or None."""
+    """Return why a persistent kernel of so many blocks does not suit the problem, or None."""
     blocks = int(config["num_blocks"])
     if limits.backend == "host":
         return "an interpreted block would wait for blocks after it: only num_blocks=1" if blocks > 1 else None
@@ -539,7 +495,7 @@ def _unsuited_grid(problem: Problem, config: Config, limits: Limits) -> str | No
 
 
 def _unsuited_epilogue(problem: Problem, config: Config, limits: Limits) -> str | None:
-    """Why partial results cannot be read the way that `epilogue` says, if there is a choice, or None."""
+    """Return why partial results cannot be read the way that `epilogue` says, if there is a choice, or None."""
     if "epilogue" not in config:
         return None
     if config["epilogue"] == "descriptor" and not tiles.whole_packets(problem):
@@ -567,30 +523,6 @@ class PushReduce(ScatterVariant, registered=True):
         return {**super().constants(problem, config), "LATE": config["late"]}
 
 
-class ReduceAdd(ScatterVariant, registered=True):
-    name = "reduce_add"
-    numerics = "unordered"
-    summary = "one persistent GEMM that adds its tiles to a sum in their owners' memory, in any order"
-    kernels = (begin_panels_kernel, reduce_add_kernel)
-    space = tiles.tile_space(**_GRID_AXES)
-
-    def room(self, problem: Problem) -> int:
-        return rows_of(problem) * problem.shape[1] * _SUM_ITEMSIZE
-
-    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {**super().constants(problem, config), "PIECES": _pieces_of(config, _SUM_ITEMSIZE)}
-
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> AddressLaunch:
-        launch, copies = super().bind(problem, config, workspace), copies_of(workspace, problem.mode)
-        data, words = workspace.panels(problem.mode, self.room(problem)).data, self.room(problem) // 4
-
-        def by_address(stream: int, *given: int) -> None:
-            copies.clear(stream, data, words)
-            launch.by_address(stream, *given)
-
-        return AddressLaunch(by_address, launch.arrange)
-
-
 class Multimem(ScatterVariant, registered=True):
     name = "multimem"
     numerics = "library"
@@ -606,8 +538,8 @@ class Multimem(ScatterVariant, registered=True):
         return None
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        own: dict[str, Value] = {"WIDTH": out_itemsize(problem), "BLOCK": 32 * int(config["num_warps"])}
-        return {**super().constants(problem, config), **own}
+        block = 32 * int(config["num_warps"])
+        return {**super().constants(problem, config), "WIDTH": out_itemsize(problem), "BLOCK": block}
 
     def further(self, panels: Panels) -> tuple[int, ...]:
         return (panels.multicast,)
@@ -638,13 +570,13 @@ class CopyEngine(ScatterVariant, registered=True):
         shard, tile_rows = tiles.num_tiles(rows, problem, config), -(-rows // int(config["block_m"]))
         span = -(-tile_rows // int(config["chunks"])) * int(config["block_m"])
         pushes = []  # every chunk of other ranks' shards, in the order in which they are finished
-        for step in range(others):
+        for turn in range(others):
             for chunk, first in enumerate(range(0, rows, span)):
                 offset, count = first * row_bytes, min(span, rows - first)
-                source = panels.data + (problem.world_size + step) * slot + offset
+                source = panels.data + (problem.world_size + turn) * slot + offset
                 move = (PANEL_DATA + workspace.rank * slot + offset, source, count * row_bytes)
                 needed = tiles.num_tiles(count, problem, config)
-                pushes.append((sides[step % len(sides)], needed, panels.peers[step], chunk, move))
+                pushes.append((sides[turn % len(sides)], needed, panels.peers[turn], chunk, move))
         at_once = workspace.device.type == "cuda"
 
         def by_address(stream: int, *given: int) -> None:
@@ -652,8 +584,8 @@ class CopyEngine(ScatterVariant, registered=True):
             begin(stream)
             copies.fork(stream, sides, _BEGUN)
             gemm(stream, *given, 0, (problem.world_size if at_once else others) * shard)
-            for number, (side, needed, peer, chunk, move) in enumerate(pushes):
-                copies.await_count(side, counters + 8 * number, needed)
+            for index, (side, needed, peer, chunk, move) in enumerate(pushes):
+                copies.await_count(side, counters + 8 * index, needed)
                 sender.send(side, peer, chunk, move)
             copies.join(sides[1:], sides[0], _DONE + 1)
             copies.clear(sides[0], counters, 2 * len(pushes))

@@ -24,7 +24,7 @@ from tunedcomm.kernels.common.packets import PACKET_BYTES, _round_bfloat16, narr
 from tunedcomm.kernels.common.panels import begin_panels_kernel, begin_request
 from tunedcomm.kernels.common.sync import INTERPRET
 from tunedcomm.kernels.common.variant import VariantBase
-from tunedcomm.kernels.gemm.op import DTYPES, OUT_DTYPES, operands_of, out_itemsize, wanted_of
+from tunedcomm.kernels.gemm.op import DTYPES, OUT_DTYPES, gemm_layout, operands_of, out_itemsize
 from tunedcomm.space import Axis, Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, get_op
 
@@ -44,7 +44,7 @@ def element_type(DTYPE):
 
 @triton.constexpr_function
 def exact_every(dtype, BLOCK_K):
-    """After how many products of such operands their sum is added to one in fp32; None where all sums are in fp32.
+    """Number of products after which their sum is added to an fp32 sum; None where all sums are in fp32.
 
     sm_90 adds products of fp8 to about 14 bits. As often as cuBLAS without fast accumulation, at least once a block.
     """
@@ -187,7 +187,7 @@ def pointer_product(
 
     Bases and rows are multiples of 16 bytes as for descriptors. Rows and columns beyond the edges hold anything.
     """
-    PER: tl.constexpr = 128 // element_type(DTYPE).primitive_bitwidth
+    PER_PACKET: tl.constexpr = 128 // element_type(DTYPE).primitive_bitwidth
     x_base = a.to(tl.pointer_type(element_type(DTYPE)))
     y_base = b.to(tl.pointer_type(element_type(DTYPE)))
     r = tl.minimum(row + tl.arange(0, BLOCK_M), rows - 1).to(tl.int64)
@@ -196,14 +196,14 @@ def pointer_product(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(start.to(tl.int32), end.to(tl.int32), BLOCK_K):
         at = k + steps
-        inside = tl.max_constancy(at < end, PER)[None, :]
+        inside = tl.max_constancy(at < end, PER_PACKET)[None, :]
         x = tl.load(tl.multiple_of(x_base + (r[:, None] * depth + at[None, :]), (16, 16)), mask=inside, other=0.0)
         if NK:
             height = tl.minimum(c, columns - 1).to(tl.int64)
             p = tl.multiple_of(y_base + (height[:, None] * depth + at[None, :]), (16, 16))
             y = tl.load(p, mask=inside, other=0.0).T
         else:
-            mask = (at < end)[:, None] & tl.max_constancy(c < columns, PER)[None, :]
+            mask = (at < end)[:, None] & tl.max_constancy(c < columns, PER_PACKET)[None, :]
             p = tl.multiple_of(y_base + (at[:, None].to(tl.int64) * columns + c[None, :]), (16, 16))
             y = tl.load(p, mask=mask, other=0.0)
         if INTERPRET:
@@ -216,13 +216,13 @@ def pointer_product(
 @triton.jit
 def tile_words(total, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):
     """A tile as packets: four words of BLOCK_M × (packets of BLOCK_N elements), each element rounded in `DTYPE`."""
-    PER: tl.constexpr = 128 // element_type(DTYPE).primitive_bitwidth
+    PER_PACKET: tl.constexpr = 128 // element_type(DTYPE).primitive_bitwidth
     if DTYPE == "float32":
         words = total.to(tl.int32, bitcast=True)
     else:
-        low, high = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // PER, 4, 2)))
+        low, high = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // PER_PACKET, 4, 2)))
         words = narrow(low, high, DTYPE)
-    even, odd = tl.split(tl.reshape(words, (BLOCK_M, BLOCK_N // PER, 2, 2)))
+    even, odd = tl.split(tl.reshape(words, (BLOCK_M, BLOCK_N // PER_PACKET, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     return w0, w1, w2, w3
@@ -260,7 +260,7 @@ class GemmVariant(VariantBase):
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         """Constexpr arguments of the kernel that multiplies."""
-        wanted = wanted_of(problem)
+        wanted = gemm_layout(problem)
         return {
             "BLOCK_M": config["block_m"],
             "BLOCK_N": config["block_n"],
@@ -291,12 +291,12 @@ def addresses(problem: Problem) -> Callable[[tuple[Any, ...], tuple[Any, ...]], 
     """
     with_bias = problem.op == "gemm_ar"
 
-    def arrange(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+    def of_call(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
         a, b, bias, *scales = operands_of(problem, inputs)
         given = (a, b, bias, *scales) if with_bias else (a, b, *scales)
         return (*(0 if tensor is None else tensor.data_ptr() for tensor in given), outputs[0].data_ptr())
 
-    return arrange
+    return of_call
 
 
 def tile_space(**rest: Axis) -> Space:
@@ -313,7 +313,7 @@ def whole_packets(problem: Problem) -> bool:
 def refuse_gemm(
     problem: Problem, limits: Limits, *, panel_bytes: int = 0, descriptors: bool = True, packets: bool = False
 ) -> str | None:
-    """Why no kernel of ours can run `problem`, whatever the config; None if one might.
+    """Return why no kernel of ours can run `problem`, whatever the config; None if one might.
 
     Args:
         problem, limits: what is asked, and where.
@@ -321,7 +321,7 @@ def refuse_gemm(
         descriptors: operands are read through tensor descriptors.
         packets: rows of the result are moved as packets.
     """
-    (m, n, k), wanted = problem.shape, wanted_of(problem)
+    (m, n, k), wanted = problem.shape, gemm_layout(problem)
     reductions = (problem.reduction,) if problem.op == "ag_gemm" else get_op(problem.op).reductions
     if reason := refuse_kernels(problem, limits, DTYPES, reductions):
         return reason
@@ -346,7 +346,7 @@ def num_tiles(rows: int, problem: Problem, config: Config) -> int:
 
 
 def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int, shards: int = 1) -> str | None:
-    """Why tiles of these sizes do not suit a problem, or None.
+    """Return why tiles of these sizes do not suit a problem, or None.
 
     Args:
         rows: of the matrix that is cut into tiles: M, or a rank's share of it.
@@ -357,7 +357,7 @@ def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int,
     warps, stages = int(config["num_warps"]), int(config["num_stages"])
     size = ITEMSIZE[problem.dtype]
     if limits.ordered and limits.backend == "cuda" and m_ < _ORDERED_ROWS:
-        return f"tiles of {m_} rows may round otherwise than those of other configs, which numerics='ordered' excludes"
+        return f"tiles of {m_} rows may round otherwise than tiles of other configs, which numerics='ordered' excludes"
     if limits.backend == "host":
         if (m_, n_, k_, warps) not in _HOST_TILES:
             return "interpreted tiles differ in nothing but time: only 16x32x32, 32x32x32 and 64x64x64"
@@ -383,7 +383,7 @@ def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int,
 
 
 def _unsuited_order(problem: Problem, config: Config, limits: Limits, *, rows: int, shards: int) -> str | None:
-    """Why tiles of this size, taken in this order, do not suit a problem on GPUs, or None."""
+    """Return why tiles of this size, taken in this order, do not suit a problem on GPUs, or None."""
     m_, n_, grouped = int(config["block_m"]), int(config["block_n"]), int(config["group"]) > 1
     large = {"block_m": _LARGE_TILE, "block_n": _LARGE_TILE}
     if min(m_, n_) < _LARGE_TILE and num_tiles(rows, problem, large) * shards >= 2 * limits.num_sms:
@@ -413,7 +413,7 @@ def _bytes_of_sums(problem: Problem, config: Config) -> int:
     return (m + apart) * n * 4
 
 
-def tile_wish(problem: Problem, limits: Limits, *, rows: int) -> dict[str, float]:
+def preferred_tile(problem: Problem, limits: Limits, *, rows: int) -> dict[str, float]:
     """Tiles to try first."""
     if limits.backend == "host":
         return {"block_m": 32, "block_n": 32, "block_k": 32, "group": 1, "num_warps": 4, "num_stages": 1}

@@ -27,7 +27,7 @@ _LEAST_SHARD = 1 << 20  # bytes: below it PyTorch's operators take longer than a
 class _Gathered(ComposedVariant):
     op = "ep_dispatch"
 
-    def asked(self, problem: Problem) -> Problem:
+    def collective_problem(self, problem: Problem) -> Problem:
         """The gather of the tokens as they are sent, with their ids."""
         s = sizes_of(problem)
         shape = (s.tokens * (s.wire_bytes + 4 * s.topk),)
@@ -50,12 +50,12 @@ class DispatchCopyEngine(_Gathered, registered=True):
     space = CopyEngine.space
 
     def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
-        return (Collective.of(CopyEngine.variant, self.asked(problem), config),)
+        return (Collective.of(CopyEngine.variant, self.collective_problem(problem), config),)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if limits.backend == "cuda" and (nbytes := self.asked(problem).nbytes) < _LEAST_SHARD:
+        if limits.backend == "cuda" and (nbytes := self.collective_problem(problem).nbytes) < _LEAST_SHARD:
             return f"a shard of {nbytes} bytes is too small for copy engines to pay"
         return None
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        return {**CopyEngine.variant.default(self.asked(problem), limits)}
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        return {**CopyEngine.variant.default(self.collective_problem(problem), limits)}

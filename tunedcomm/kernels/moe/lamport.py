@@ -15,7 +15,7 @@ barrier, or a slow warp would find it in the place of the word. And such a word 
 what a slow warp stores again may come after its reader has put the sentinel back, and be read two calls later.
 
 Numerics: ordered. Graph-safe: call counters live in the lane.
-Source: own; the protocol is that of `all_reduce`'s `lamport`.
+Source: own; the protocol is as in `all_reduce`'s `lamport`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from triton import next_power_of_2
 
-from tunedcomm.kernels.common.lane import STATE_OFFSET, read_counter, write_counter
+from tunedcomm.kernels.common.lamport import end_call
+from tunedcomm.kernels.common.lane import STATE_OFFSET, read_counter
 from tunedcomm.kernels.common.packets import PACKET_BYTES, has_escape, restore
 from tunedcomm.kernels.common.sync import (
     INTERPRET,
@@ -82,7 +83,7 @@ def take_packets(place, beside, mask_slot, r, wanted, timeout_ns, status, WORLD_
 @triton.jit
 def dispatch_lamport_kernel(
     x, ids, out, scales, counts_out, offsets_out, rows, id_words, bound, alignment, tokens, row_packets, wire_packets,
-    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes, scratch, cell,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes, scratch, cell,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +95,6 @@ def dispatch_lamport_kernel(
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     KP: tl.constexpr = next_power_of_2(TOPK)
     WIDTH: tl.constexpr = next_power_of_2(LOCAL)
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     threads = tl.arange(0, BLOCK)
@@ -165,7 +165,7 @@ def dispatch_lamport_kernel(
                         here & sent, timeout_ns, status, WORLD_SIZE,
                     )  # fmt: skip
                 write_token(out, scales, targets, packet, words, here, row_packets, TOPK, SCALES)
-    write_counter(local, calls + 1, STATE_OFFSET)
+    end_call(local, calls)
 
 
 @triton.jit
@@ -195,12 +195,11 @@ def peek_packets(address, mask):
 @triton.jit
 def combine_lamport_kernel(
     results, weights, ids, rows, y, id_words, tokens, row_packets,
-    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push the results for the peers' tokens, then sum those of the own ones as they come."""
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     threads = tl.arange(0, BLOCK)
@@ -248,15 +247,15 @@ def combine_lamport_kernel(
     block_barrier()
     for r in tl.static_range(WORLD_SIZE):
         send_words(hello + r * blocks * 16, one * 0 + SENTINEL, (one == 0) & (rank != r))
-    write_counter(local, calls + 1, STATE_OFFSET)
+    end_call(local, calls)
 
 
 class _Lamport(GridVariant):
     name = "lamport"
     space = Space(GRID)
-    areas = ("arena", "stage_bytes")
+    trailing_arguments = ("arena", "stage_bytes")
     room = "stage_bytes"
-    host_wish: Mapping[str, float] = {**HOST_GRID, "split": 1}
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "split": 1}
 
 
 class DispatchLamport(_Lamport, DispatchVariant, registered=True):

@@ -20,8 +20,8 @@ dispatch. Output: y [T, H], where y[t] is the sum of weight · result over k in 
 rounded once. What had no room counts as zeros.
 
 **Overflow.** Nothing is written where there is no room. All ranks learn the counts of all experts, so that all raise:
-calls of CPU tensors at once, those of GPUs at the next call of either op on this rank, or at `Sent.check`. What they
-found is kept in a cell of pinned memory: `Overflow`.
+calls of CPU tensors at once, those of GPUs at the next call of either op on this rank, or at `DispatchResult.check`.
+What they found is kept in a cell of pinned memory: `Overflow`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tunedcomm.errors import CapacityError, UnsupportedInputError
-from tunedcomm.kernels.all_reduce_rms_norm.op import E4M3_MAX, to_e4m3
+from tunedcomm.fp8 import E4M3_MAX, GROUP, to_e4m3
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import SUM_DTYPES, draw, draw_any, generator_of
 from tunedcomm.kernels.common.variant import LibraryVariant, Workspace, all_gather_single
-from tunedcomm.metrics import busbw_factor
+from tunedcomm.metrics import shard_factor
 from tunedcomm.space import Config
 from tunedcomm.spec import ITEMSIZE, OpSpec, Problem, register_op
 
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 128  # of experts in the layout `contiguous`
-GROUP = 128  # elements that share a scale
 LAYOUTS = ("padded", "contiguous")
 NOT_HERE, NO_ROOM = -1, -2  # in `rows`
 _SLACK = 4096  # rows of samples, for the skew of small ones
@@ -102,7 +101,8 @@ def place(ids: torch.Tensor, rank: int, problem: Problem, bound: int, alignment:
     order = torch.argsort(key, stable=True)
     totals = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device).scatter_add_(0, key, torch.ones_like(key))
     position = torch.empty_like(key)
-    position[order] = torch.arange(len(key), device=ids.device) - (totals.cumsum(0) - totals)[key[order]]
+    turns = torch.arange(len(key), dtype=torch.int64, device=ids.device)
+    position[order] = turns - (totals.cumsum(0) - totals)[key[order]]
     counts = totals[:experts]
     offsets = offsets_of(counts.view(-1, local), problem, bound, alignment)
     begins = offsets[:, :-1].reshape(-1)
@@ -141,9 +141,12 @@ class Overflow:
     def __init__(self, device: Any) -> None:
         import torch
 
-        self.cell = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        from tunedcomm.state import clean_thread
+
+        with clean_thread():
+            self.cell = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+            self._kept = torch.zeros(2, dtype=torch.int64, device=device)
         self._view = memoryview(self.cell.numpy())  # type: ignore[arg-type]
-        self._kept = torch.zeros(2, dtype=torch.int64, device=device)
 
     @classmethod
     def of(cls, group: Any, device: Any) -> Overflow:
@@ -153,8 +156,19 @@ class Overflow:
             found[device.type] = cls(device)
         return found[device.type]
 
+    @classmethod
+    def forget(cls, group: Any) -> None:
+        """Forget what was found in a process group."""
+        for found in cls._all.get(group, {}).values():
+            found.clear()
+
+    def clear(self) -> None:
+        """Forget what was found."""
+        self.cell.zero_()
+        self._kept.zero_()
+
     def note(self, code: torch.Tensor, bound: int, peers: Any) -> None:
-        """Keep the code of a call that PyTorch makes, in stream order; that of CPU tensors is raised at once."""
+        """Keep the code of a call that PyTorch makes, in stream order; the code of CPU tensors is raised at once."""
         import torch
 
         self._kept.copy_(torch.stack([code, torch.full_like(code, bound)]).where(self._kept[0] == 0, self._kept))
@@ -171,25 +185,42 @@ class Overflow:
         Raises:
             PeerTimeoutError: a kernel gave up waiting.
             CapacityError: an expert was sent more tokens than it had room for.
-            UnsupportedInputError: `topk_ids` named an expert that does not exist.
+            UnsupportedInputError: `topk_ids` named an expert that does not exist, or `expert_out` lacked rows in use.
         """
         if not self._view[0] and not self._view[2]:
             return
         peers.check_peers()
         code, bound = self._view[:2] if self._view[0] else self._view[2:]
-        self.cell.zero_()
-        self._kept.zero_()
+        self.clear()
         if code < 0:
             raise UnsupportedInputError(
                 f"topk_ids of ep_dispatch named experts that do not exist, {-code} times on all ranks; ids are 0 to "
                 "num_experts − 1, or −1 for a token that is dropped"
             )
         expert, count = (code >> _COUNT_BITS) - 1, code & ((1 << _COUNT_BITS) - 1)
+        if expert < 0:  # of ep_combine
+            refusal = unfit((int(bound),), f"{count} more")
+            refusal.ends_group = True
+            raise refusal
         raise CapacityError(
             f"ep_dispatch: expert {expert} was sent {count} tokens by all ranks, which do not fit into the capacity of "
             f"{bound} rows; those beyond it were not written. Pass a larger capacity, or drop tokens in the router "
             "(id −1)"
         )
+
+
+def unfit(shape: tuple[int, ...], due: Any) -> UnsupportedInputError:
+    """The error for `expert_out` of these leading dimensions; `due` are the tokens' dimensions, or the rows in use."""
+    need = f"sent.tokens have {due}" if isinstance(due, tuple) else f"{due} rows are in use"
+    return UnsupportedInputError(
+        f"expert_out of ep_combine has the leading dimensions {shape}, but {need}; pass results in the shape of "
+        "sent.tokens, which in the layout 'contiguous' may end behind the last row in use"
+    )
+
+
+def some_rows(results: torch.Tensor) -> torch.Tensor:
+    """The results, or a row of zeros where there are none, for indices that stand for no row."""
+    return results if len(results) else results.new_zeros((1, results.shape[1]))
 
 
 def quantised(x: torch.Tensor, scaling: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,8 +249,8 @@ def sources_of(rows: torch.Tensor, count: int) -> torch.Tensor:
     """For each of `count` rows the token that stands there (its place in `rows` [tokens, K]), or −1."""
     import torch
 
-    source = torch.full((count + 1,), -1, device=rows.device)
-    tokens = torch.arange(len(rows), device=rows.device)
+    source = torch.full((count + 1,), -1, dtype=torch.int64, device=rows.device)
+    tokens = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
     source[torch.where(rows < 0, count, rows).long()] = tokens.unsqueeze(1).expand(rows.shape)
     return source[:count]
 
@@ -320,14 +351,15 @@ def _sample_ids(problem: Problem, rank: int, seed: int, kind: str, device: Any) 
     import torch
 
     s, generator = sizes_of(problem), generator_of(rank, seed + 1, device)
-    drawn = torch.rand(s.tokens, s.experts, generator=generator, device=device).argsort(-1)[:, : s.topk]
+    drawn = torch.rand(s.tokens, s.experts, generator=generator, dtype=torch.float32, device=device)
+    drawn = drawn.argsort(-1)[:, : s.topk]
     ids = torch.nn.functional.pad(drawn, (0, s.topk - drawn.shape[1]), value=-1)
     if kind == "integers":
         hot, half = seed % s.experts, s.tokens // 2
         first, rest = ids[:half], ids[half:]
         first[first == hot] = -1
         first[:, 0] = hot
-        rest[torch.rand(rest.shape, generator=generator, device=device) < 0.125] = -1
+        rest[torch.rand(rest.shape, generator=generator, dtype=torch.float32, device=device) < 0.125] = -1
     return ids.contiguous()
 
 
@@ -365,7 +397,10 @@ def _cleared(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tens
 def _clear_dispatched(
     problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Zeros in rows behind the experts' counts."""
+    """Zeros in rows behind the experts' counts, and in tokens without an expert."""
+    if inputs:
+        x, ids, *rest = inputs
+        inputs = (x.masked_fill((ids < 0).all(1, keepdim=True), 0), ids, *rest)
     if not outputs:
         return inputs, outputs
     rows, count = outputs[4], outputs[0].numel() // problem.shape[1]
@@ -383,7 +418,7 @@ def _combine_inputs(problem: Problem, rank: int, seed: int, kind: str, device: A
     results = draw((bound, s.hidden), problem.dtype, generator, kind)
     results[sources_of(rows.flatten(0, 1), bound) < 0] = float("nan")
     # Whole numbers of which 8, weighted, sum up without rounding.
-    weights = torch.rand(s.tokens, s.topk, generator=generator, device=device)
+    weights = torch.rand(s.tokens, s.topk, generator=generator, dtype=torch.float32, device=device)
     return results, (weights * 2).floor() if kind == "integers" else weights, ids[rank], rows
 
 
@@ -411,10 +446,12 @@ def _combined(inputs: Sequence[tuple[Any, ...]], rank: int, dtype_name: str) -> 
 def _clear_combined(
     problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Zeros in rows of the experts' results that hold no token."""
+    """Zeros in rows of the experts' results that hold no token, and in weights of no expert."""
     if not inputs:
         return inputs, outputs
-    return (_cleared(inputs[0], inputs[3], inputs[0].numel() // problem.shape[1]), *inputs[1:]), outputs
+    results, weights, ids, rows = inputs
+    results = _cleared(results, rows, results.numel() // problem.shape[1])
+    return (results, weights.masked_fill(ids < 0, 0), ids, rows), outputs
 
 
 def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
@@ -440,14 +477,26 @@ def check(problem: Problem) -> None:
         raise UnsupportedInputError(f"quantize='group128' needs a multiple of {GROUP} elements, not {hidden}")
 
 
+def _model_shapes(shard: Any) -> list[tuple[int, ...]]:
+    """Tokens of a rank, hidden size, experts of a token and experts; nothing for a dense model."""
+    model, experts = shard.model, shard.model.experts
+    if experts is None:
+        return []
+    return [(shard.tokens_per_rank, model.hidden_size, experts.num_experts_per_token, experts.num_experts)]
+
+
 _spec = functools.partial(
     OpSpec,
     reductions=(),
     dtypes=SUM_DTYPES,
     shape_help="tokens of a rank x hidden x top-k x experts, e.g. 64x7168x8x256",
     rank_of_shape=4,
+    busbw_factor=shard_factor,
     default_shapes=_default_shapes,
     check=check,
+    is_per_rank=True,
+    model_shapes=_model_shapes,
+    skewed_inputs="integers",
 )
 register_op(
     _spec(
@@ -458,11 +507,12 @@ register_op(
         reference=lambda *asked: tuple(output.double() for output in _dispatch_exact(*asked)),
         tolerance=dict.fromkeys((*SUM_DTYPES, "float64", "token", "group128"), 0.0),
         message_bytes=lambda problem: problem.shape[0] * sizes_of(problem).wire_bytes,
-        busbw_factor=functools.partial(busbw_factor, "ep_dispatch"),
         ordered_reference=_dispatch_exact,
         layouts=LAYOUTS,
         scalings=("", "token", "group128"),
-        cleared=_clear_dispatched,
+        # Tokens as they are, then in fp8, whose sizes count in their own bytes.
+        related_forms=lambda problem: (("padded", "contiguous"), ("", "token", "group128")),
+        mask_unspecified=_clear_dispatched,
     )
 )
 register_op(
@@ -475,9 +525,8 @@ register_op(
         # ‖out − ref‖ / ‖ref‖ of a sum in fp32 that is rounded once.
         tolerance={"bfloat16": 4e-3, "float16": 6e-4, "float32": 1e-6, "float64": 1e-14},
         message_bytes=lambda problem: math.prod(problem.shape[:3]) * ITEMSIZE[problem.dtype] // problem.world_size,
-        busbw_factor=functools.partial(busbw_factor, "ep_combine"),
         ordered_reference=lambda problem, inputs, rank: _combined(inputs, rank, problem.dtype),
-        cleared=_clear_combined,
+        mask_unspecified=_clear_combined,
     )
 )
 
@@ -535,20 +584,23 @@ class CombineLibrary(LibraryVariant, registered=True):
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             results, weights, ids, rows = inputs
             places, owner = rows.view(n, -1), torch.where(ids >= 0, ids // s.local, n).view(-1)
-            due = owner == torch.arange(n, device=ids.device)[:, None]  # [n, T · K]
+            due = owner == torch.arange(n, dtype=torch.int64, device=ids.device)[:, None]  # [n, T · K]
             counts: list[list[int]] = []
             if problem.mode == "eager":
                 here = places != NOT_HERE
                 counts, places = torch.stack([due.sum(1), here.sum(1)]).tolist(), places[here]
             overflow.check(workspace)  # after what was waited for
-            sent = results.view(-1, s.hidden)[places.clamp(min=0).long()].masked_fill_(places.unsqueeze(-1) < 0, 0)
+            sent = some_rows(results.view(-1, s.hidden))[places.clamp(min=0).long()].masked_fill_(
+                places.unsqueeze(-1) < 0, 0
+            )
             got = sent.new_empty(sum(counts[0]), s.hidden) if counts else torch.empty_like(sent)
             exchange(got.view(torch.uint8), sent.view(torch.uint8), *counts)
             if counts:
                 slots = got.new_empty(len(owner), s.hidden)
                 slots[due.nonzero()[:, 1]] = got
             else:
-                slots = got[owner.clamp(max=n - 1), torch.arange(len(owner), device=ids.device)]
+                turns = torch.arange(len(owner), dtype=torch.int64, device=ids.device)
+                slots = got[owner.clamp(max=n - 1), turns]
             outputs[0].copy_(weighted_sum(slots.view(s.tokens, s.topk, s.hidden).unbind(1), weights, ids >= 0))
 
         return run

@@ -1,12 +1,12 @@
 """push, two_phase: tokens and results through the peers' memory, ordered by flags, in pieces that overlap.
 
 **ep_dispatch.** A rank writes into every peer's gather area how many tokens each of its experts is sent (a copy for
-each block), the place of its tokens among those of their experts, and the tokens themselves, each once however many of
+each block), the place of its tokens among their experts' tokens, and the tokens themselves, each once however many of
 the peer's experts it goes to. After the flag the peer knows where every token belongs: behind those of the experts
 before it, of the ranks before it, and of the tokens before it. It copies them there.
 
 **ep_combine.** A rank writes the results of its experts into their tokens' ranks' gather areas, at (token, k). After
-the flag each rank sums what it has there.
+the flag each rank sums the results there.
 
 The order of tokens follows from prefix sums of counts alone, so it is the same whatever the grid. `two_phase` counts in
 a kernel of its own, block by block of tokens, and the second kernel sums the blocks' counts: at many tokens that costs
@@ -35,14 +35,15 @@ import triton
 import triton.language as tl
 from triton import next_power_of_2
 
+from tunedcomm import fp8
 from tunedcomm.kernels.all_reduce_rms_norm.rows import _narrow_e4m3, _store_words
 from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels, refuse_residence
-from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, exchange_flags, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
-    arm,
     escape,
+    escape_sentinels,
     has_escape,
     narrow,
     packets_of,
@@ -53,14 +54,14 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets, store_word
 from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, lane_arguments
-from tunedcomm.kernels.moe.op import ALIGNMENT, GROUP, Overflow, bound_of, sizes_of
+from tunedcomm.kernels.moe.op import ALIGNMENT, Overflow, bound_of, sizes_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
 RING = tl.constexpr(4)
 CHUNK = tl.constexpr(256)  # ids that a block compares at once
 RANGES = tl.constexpr(64)  # blocks of the kernel that counts
-_E4M3_MAX = tl.constexpr(448.0)
+_E4M3_MAX = tl.constexpr(fp8.E4M3_MAX)
 
 
 @triton.jit
@@ -347,7 +348,7 @@ def send_token(
 def rows_of_token(table, places, rows, part, bound, TOPK: tl.constexpr, LOCAL: tl.constexpr, PADDED: tl.constexpr):
     """The rows of a token by k, also written to `rows`, and if it came here at all, be there room or not.
 
-    `table` and `places` are those of its source rank.
+    `table` and `places` belong to its source rank.
     """
     targets, sent = (), False
     for i in tl.static_range(TOPK):
@@ -381,7 +382,7 @@ def write_token(out, scales, targets, packet, words, here, row_packets, TOPK: tl
 @triton.jit
 def dispatch_kernel(
     x, ids, out, scales, counts_out, offsets_out, rows, id_words, bound, alignment, tokens, row_packets, wire_packets,
-    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks, counted, cell,
+    local, peers, rank, timeout_ns, status, gather, num_chunks, counted, cell,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
     COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
@@ -390,7 +391,6 @@ def dispatch_kernel(
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     KP: tl.constexpr = next_power_of_2(TOPK)
     WIDTH: tl.constexpr = next_power_of_2(LOCAL)
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     threads = tl.arange(0, BLOCK)
@@ -405,7 +405,7 @@ def dispatch_kernel(
     epoch = read_counter(local, EPOCH_OFFSET)
 
     # Says that this rank reads its gather area no more.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    arrive(peers, rank, epoch + 1, WORLD_SIZE)
     if COUNTED:
         bins = tl.arange(0, BINS)
         mine = tl.zeros((BINS,), tl.int32)
@@ -456,7 +456,7 @@ def dispatch_kernel(
                             own = (words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3])
                             write_token(out, scales, targets, packet, own, here, row_packets, TOPK, SCALES)
         if c < num_chunks:
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
+            arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
@@ -495,7 +495,7 @@ def send_results(
             for k in tl.static_range(TOPK):
                 w0, w1, w2, w3 = words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]  # type: ignore[var-annotated]
                 if POLLED:
-                    w0, w1, w2, w3 = arm(w0), arm(w1), arm(w2), arm(w3)
+                    w0, w1, w2, w3 = escape_sentinels(w0, w1, w2, w3)
                 at = peers[i] + place + (k * row_packets + packet) * 16
                 store_packets(at, w0, w1, w2, w3, here & (found[k] != -1), REMOTE=POLLED)
 
@@ -522,11 +522,10 @@ def parts_of_sum(results, weights, ids, rows, id_words, at, come, row_bytes, TOP
 @triton.jit
 def combine_kernel(
     results, weights, ids, rows, y, id_words, tokens, row_packets,
-    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks,
+    local, peers, rank, timeout_ns, status, gather, num_chunks,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, DTYPE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """In round c: push the results for piece c of every rank's tokens, sum piece c − 1 of the own ones."""
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     threads = tl.arange(0, BLOCK)
@@ -535,8 +534,7 @@ def combine_kernel(
     row_bytes = row_packets * 16
     epoch = read_counter(local, EPOCH_OFFSET)
     # Says that this rank reads its gather area no more.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
     for c in tl.range(0, num_chunks + 1):
         if c < num_chunks:
             lap = (c - c % ring) * span
@@ -545,7 +543,7 @@ def combine_kernel(
                     token, results, rows, tokens, peers, rank, gather + (token - lap) * TOPK * row_bytes, row_packets,
                     part, WORLD_SIZE, TOPK, False, SPLIT, BLOCK,
                 )  # fmt: skip
-            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
+            arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
         if c >= 1:
             d = c - 1
             behind = (d - d % ring) * span
@@ -568,7 +566,7 @@ def combine_kernel(
 def quantise_request(problem: Problem) -> CompileRequest:
     """The binary that quantises tokens."""
     width = next_power_of_2(packets_of(problem.shape[1] * ITEMSIZE[problem.dtype]))
-    groups = width // packets_of(GROUP * ITEMSIZE[problem.dtype]) if problem.scaling == "group128" else 1
+    groups = width // packets_of(fp8.GROUP * ITEMSIZE[problem.dtype]) if problem.scaling == "group128" else 1
     scales = sizes_of(problem).num_scales
     constants: dict[str, Value] = {"DTYPE": problem.dtype, "PACKETS": width, "GROUPS": groups, "SCALES": scales}
     return CompileRequest.of(quantise_kernel, constants, num_warps=4 if width <= 512 else 8)
@@ -585,13 +583,13 @@ IN_PIECES: Mapping[str, Axis] = {**GRID, "chunk_tokens": PowerOfTwo(1, 1024)}
 class GridVariant(KernelVariant):
     """A variant whose grid shares out tokens among lanes of blocks, and a token's packets among those of a lane."""
 
-    areas = ("gather", "num_chunks")
+    trailing_arguments = ("gather", "num_chunks")
     room = "staging_bytes"  # of `Limits`
-    host_wish: Mapping[str, float] = {**HOST_GRID, "chunk_tokens": 32, "split": 1, "items": 1}
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "chunk_tokens": 32, "split": 1, "items": 1}
     most_registers = 255  # without a bound ptxas often aims at 128 and spills what is above
 
     def packets(self, problem: Problem) -> int:
-        """Packets of a token as it travels: its own, and those of its scales."""
+        """Packets of a token as it travels: its own, and its scales'."""
         s = sizes_of(problem)
         return s.row_bytes // PACKET_BYTES + packets_of(4 * s.num_scales)
 
@@ -656,7 +654,7 @@ class GridVariant(KernelVariant):
         lanes = max(int(config["num_blocks"]) // int(config["split"]), 1)
         return -(-self.span(problem, config) // lanes) * self.num_chunks(problem, config)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         tokens, packets = problem.shape[0], self.packets(problem)
         warps = 2 if packets <= 64 else 4 if packets <= 256 else 8
         split = max(min(128 // max(tokens, 1), packets // (32 * warps), 8), 1)
@@ -762,10 +760,10 @@ class TwoPhase(DispatchVariant, registered=True):
     space = Push.space
     counts_first = True
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         spills = problem.scaling or problem.world_size > 4
         items = 1 if problem.shape[0] < 512 or spills else self.packets(problem) / 256
-        return {**super().wish(problem, limits), "items": items, "chunk_tokens": 256}
+        return {**super().preferred_config(problem, limits), "items": items, "chunk_tokens": 256}
 
 
 class CombineVariant(GridVariant):
@@ -806,5 +804,5 @@ class CombinePush(CombineVariant, registered=True):
             return f"packets of {problem.shape[2]} experts do not fit into the registers of so many threads"
         return super().refuse_config(problem, config, limits)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return {**super().wish(problem, limits), "chunk_tokens": 128}
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return {**super().preferred_config(problem, limits), "chunk_tokens": 128}

@@ -9,11 +9,11 @@ So the flag c + 1 of a rank says that its piece c is there and that it has read 
 after kernel c has ended, into the place of piece c − 1. Pieces 0 to 2 are pushed at once, for peers may write the
 scatter area from the start of a call; pieces c + 1 and c + 2 are on their way while piece c is summed.
 
-The end: a kernel of one block raises the flags to `num_chunks` + 1 and waits for those of the peers, who have read all
+The end: a kernel of one block raises the flags to `num_chunks` + 1 and waits for the peers' flags, who have read all
 of their scatter areas then. It adds as many to the epoch; the flags are the only ones of the call.
 
-No rank waits in a circle, in whatever order a GPU runs what it may: copies wait for no flag, and kernel c waits for the
-start of the peers' kernels c, which depend on copies and on kernels before c alone.
+No rank waits in a circle, whatever the order in which a GPU runs kernels and copies: copies wait for no flag, and
+kernel c waits for the start of the peers' kernels c, which depend on copies and on kernels before c alone.
 
 Numerics: ordered. Graph-safe: side streams fork from the caller's and join it.
 Source: copy-engine collectives of PyTorch's asynchronous tensor parallelism, with flags of our own.
@@ -28,7 +28,7 @@ import triton.language as tl
 
 from tunedcomm.kernels.common.copies import ChunkSender, copies_of
 from tunedcomm.kernels.common.feasibility import (
-    MOST_CHUNKS,
+    MAX_NUM_CHUNKS,
     RING,
     Launch,
     blocks_and_threads,
@@ -36,15 +36,7 @@ from tunedcomm.kernels.common.feasibility import (
     refuse_staging,
     refuse_streams,
 )
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    arrive,
-    arrive_at,
-    await_at,
-    await_peers,
-    read_counter,
-    write_counter,
-)
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive_at, await_at, exchange_flags, read_counter, write_counter
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, num_packets, packets_of
 from tunedcomm.kernels.common.variant import Workspace, lane_arguments
@@ -54,39 +46,46 @@ from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
 _AHEAD = RING - 1  # pieces that are out before the first is summed
-_LEAST_CHUNK = 512 * 1024  # on GPUs: smaller copies cost more to launch than to send
+_MIN_CHUNK = 512 * 1024  # on GPUs: smaller copies cost more to launch than to send
 
 
 @triton.jit
 def sum_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, span, ring, piece,
+    x, out, numel, local, peers, rank, timeout_ns, status, scatter, span, ring, piece,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Kernel `piece` of the module's text; a piece has `span` packets."""
+    """Kernel `piece` of the module's text; a piece has `span` packets.
+
+    Example:
+        2 ranks, 8 fp32 elements each: chunk j is packet j, 1 piece. A copy engine has put packet 1 of rank 0 into slot
+        0 of rank 1's scatter area and packet 0 of rank 1 into slot 1 of rank 0's. Rank 0 adds its own packet 0 and
+        slot 1 and writes the sum to its output.
+    """
     epoch = read_counter(local, EPOCH_OFFSET)
     row = tl.program_id(0) * 0
+    # 1. One block tells the peers that this rank's piece is there; all blocks wait for the peers' pieces.
     if tl.program_id(0) == 0:
-        arrive_at(row, q0, q1, q2, q3, q4, q5, q6, rank, epoch + piece + 1, WORLD_SIZE)
+        arrive_at(row, peers, rank, epoch + piece + 1, WORLD_SIZE)
     await_at(local, row, rank, epoch + piece + 1, timeout_ns, status, WORLD_SIZE)
     nbytes = numel.to(tl.int64) * WIDTH
     start = piece.to(tl.int64) * span
     end = tl.minimum(num_packets(numel, WIDTH), start + span)
     place = local + scatter + (piece % ring) * span * 16 - start * 16
     first = start + tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    stride = tl.num_programs(0).to(tl.int64) * BLOCK
+    # 2. Sum the piece in rank order.
     sum_piece(
-        x, out, numel, place, ring * span * 16, first, end, step, nbytes, rank,
+        x, out, numel, place, ring * span * 16, first, end, stride, nbytes, rank,
         WORLD_SIZE, DTYPE, WIDTH, AVG, ALIGN, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
-def end_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, num_chunks, WORLD_SIZE: tl.constexpr):
-    """One block: nobody reads any more."""
+def end_kernel(local, peers, rank, timeout_ns, status, num_chunks, WORLD_SIZE: tl.constexpr):
+    """One block: wait until no peer reads its scatter area any more."""
     epoch = read_counter(local, EPOCH_OFFSET)
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + num_chunks + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + num_chunks + 1, timeout_ns, status, WORLD_SIZE)
+    exchange_flags(local, peers, rank, epoch + num_chunks + 1, timeout_ns, status, WORLD_SIZE)
     write_counter(local, epoch + num_chunks + 1, EPOCH_OFFSET)
 
 
@@ -99,7 +98,7 @@ class CopyEngine(ReduceScatterVariant, registered=True):
             "num_blocks": Choice(1, 8, 16, 32, 64),
             "num_warps": Choice(16),
             "num_streams": Choice(1, 2, 3),
-            "num_chunks": PowerOfTwo(1, MOST_CHUNKS),
+            "num_chunks": PowerOfTwo(1, MAX_NUM_CHUNKS),
         }
     )
 
@@ -114,17 +113,17 @@ class CopyEngine(ReduceScatterVariant, registered=True):
         if reason := self.refuse(problem, limits) or refuse_streams(problem, config["num_streams"]):
             return reason
         span, num_chunks = self.cut(problem, config, limits.staging_bytes)
-        least = _LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
+        least = _MIN_CHUNK if limits.backend == "cuda" else PACKET_BYTES
         if (int(config["num_chunks"]) > 1 or limits.backend == "cuda") and problem.nbytes < least * num_chunks:
             return f"{problem.nbytes} bytes are too few for {num_chunks} pieces of {least} bytes or more"
         return refuse_staging(
             problem, limits, chunk_bytes=span * PACKET_BYTES, num_chunks=num_chunks, slots=problem.world_size
-        ) or blocks_and_threads(config, limits, span, most_rounds=1 << 16)
+        ) or blocks_and_threads(config, limits, span, max_rounds=1 << 16)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         if limits.backend == "host":
             return {"num_blocks": 1, "num_warps": 16, "num_streams": 1, "num_chunks": 8}
-        chunks = min(max(problem.nbytes >> 21, 1), MOST_CHUNKS)
+        chunks = min(max(problem.nbytes >> 21, 1), MAX_NUM_CHUNKS)
         return {"num_blocks": 32, "num_warps": 16, "num_streams": 1, "num_chunks": chunks}
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
@@ -141,7 +140,7 @@ class CopyEngine(ReduceScatterVariant, registered=True):
         ring = min(num_chunks, RING)
         known = lane_arguments(problem, workspace)
         kernel = bind_kernel(sum_request, int(config["num_blocks"]), workspace.device)
-        head = (*self.leading(problem), *known, scatter, span, ring)
+        head = (*self.first_arguments(problem), *known, scatter, span, ring)
         slot = scatter + workspace.rank * ring * span * PACKET_BYTES
         sender = ChunkSender(
             copies=copies_of(workspace, problem.mode),

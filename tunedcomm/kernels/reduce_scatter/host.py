@@ -6,7 +6,7 @@ Numerics: ordered.
 from __future__ import annotations
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.host import REDUCED, ScatterVariant, Stage
+from tunedcomm.kernels.common.host import REDUCED, HostStage, ScatterVariant
 from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
@@ -19,6 +19,6 @@ class HostOneShot(ScatterVariant, registered=True):
     dtypes = REDUCED
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        stage = Stage(workspace, problem, config, segments=problem.world_size)
+        stage = HostStage(workspace, problem, config, segments=problem.world_size)
         sums = stage.take_sums(stage.combiner(problem), stage.ring.rank * stage.chunk)
         return stage.one_pass(stage.put_segments(), sums)

@@ -1,7 +1,7 @@
 """lamport, one_shot, multimem: every chunk goes to its owner, or is read by it, in one piece.
 
 **lamport.** Every rank pushes its chunks to their owners without flags; packets announce themselves. The protocol is
-that of all_reduce's `lamport`, with its two stages and its proof, but rank j is sent chunk j alone, and the own chunk
+as in all_reduce's `lamport`, with its two stages and its proof, but rank j is sent chunk j alone, and the own chunk
 never leaves. No chunk is empty, so every peer is sent at least one packet.
 
 **one_shot.** Every rank reads its chunk of all ranks' inputs and sums; one flag exchange a block. Plain input: each
@@ -24,22 +24,21 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_message, refuse_multicast, refuse_one_shot
+from tunedcomm.kernels.common.lamport import begin_call, end_call, launch_next, take_sum
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
-    STATE_OFFSET,
     address_of,
-    arrive,
-    await_peers,
     block_range,
+    exchange_flags,
     read_counter,
+    shifted,
     write_counter,
 )
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
-    arm,
+    escape_sentinels,
     insert_own,
     load_bytes,
     load_reduce,
@@ -49,7 +48,7 @@ from tunedcomm.kernels.common.packets import (
     sum_packets,
     write_elements,
 )
-from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
+from tunedcomm.kernels.common.sync import SENTINEL, load_packets, store_packets
 from tunedcomm.kernels.common.variant import MULTIMEM_GRID, PULL_GRID, LamportVariant, PullVariant
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, Config, Space
@@ -58,47 +57,47 @@ from tunedcomm.spec import Limits, Problem
 
 @triton.jit
 def lamport_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    x, out, numel, local, peers, rank, timeout_ns, status, arena, stage_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Push chunks to their owners, poll the own one, sum. Slot r of a stage holds rank r's packets, tightly packed."""
-    if PDL and not INTERPRET:
-        gdc_wait()
-    peers = (q0, q1, q2, q3, q4, q5, q6)
-    calls = read_counter(local, STATE_OFFSET)
-    stage = arena + (calls & 1) * stage_bytes
+    """Push chunks to their owners, poll the own chunk, sum. Slot r of a stage holds rank r's packets, tightly packed.
+
+    Example:
+        2 ranks, 8 fp32 elements each: chunk j is packet j (total = 1). Rank 0 stores packet 1 at offset 0 of rank 1's
+        stage, rank 1 stores packet 0 at offset 16 of rank 0's stage. Rank 0 polls offset 16, clears it, and writes its
+        own packet 0 plus rank 1's to its output.
+    """
+    calls, stage = begin_call(local, arena, stage_bytes, PDL)
     total = num_packets(numel, WIDTH)
     nbytes = numel.to(tl.int64) * WIDTH
-    lanes, first, step = block_range(BLOCK)
+    offsets, first, stride = block_range(BLOCK)
 
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
+    # 1. Push chunk j to rank j.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
         left = nbytes - packet * 16
         place = stage + (rank * total + packet) * 16
         words = ()
         for i in tl.static_range(WORLD_SIZE - 1):
             owner = (rank + 1 + i) % WORLD_SIZE
-            words = words + load_bytes(x + owner * nbytes + packet * 16, left, here, ALIGN)
+            words = words + load_bytes(x + owner * nbytes + packet * 16, left, mask, ALIGN)
         for i in tl.static_range(WORLD_SIZE - 1):
-            w0, w1, w2, w3 = arm(words[4 * i]), arm(words[4 * i + 1]), arm(words[4 * i + 2]), arm(words[4 * i + 3])
-            store_packets(peers[i] + place, w0, w1, w2, w3, here, REMOTE=True)
-    if PDL and not INTERPRET:
-        gdc_launch_dependents()
+            w0, w1, w2, w3 = escape_sentinels(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
+            store_packets(peers[i] + place, w0, w1, w2, w3, mask, REMOTE=True)
+    launch_next(PDL)
 
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
-        own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
-        place = local + stage + packet * 16
-        words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
-        empty = tl.full((BLOCK,), SENTINEL, tl.int32)
-        for i in tl.static_range(WORLD_SIZE):
-            store_packets(place + i * total * 16, empty, empty, empty, empty, here & (rank != i))
-        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
-    write_counter(local, calls + 1, STATE_OFFSET)
+    empty = tl.full((BLOCK,), SENTINEL, tl.int32)
+    # 2. Poll the peers' packets of the own chunk, clear their places, sum in rank order.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
+        own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, mask, ALIGN)
+        slot = local + stage + packet * 16
+        s0, s1, s2, s3 = take_sum(own, slot, total * 16, empty, mask, rank, timeout_ns, status, DTYPE, AVG, WORLD_SIZE)
+        write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, ALIGN < 16)
+    end_call(local, calls)
 
 
 class Lamport(LamportVariant, ReduceScatterVariant, registered=True):
@@ -109,8 +108,8 @@ class Lamport(LamportVariant, ReduceScatterVariant, registered=True):
 
 @triton.jit
 def one_shot_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    x0, x1, x2, x3, x4, x5, x6, area, area_bytes,
+    x, out, numel, local, peers, rank, timeout_ns, status,
+    input_peers, area, area_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
@@ -119,51 +118,51 @@ def one_shot_kernel(
     `numel` is one chunk's. Chunk j of a copy begins j × total packets into the area.
     """
     epoch = read_counter(local, EPOCH_OFFSET)
-    mine = area + (epoch & 1) * area_bytes
+    own_area = area + (epoch & 1) * area_bytes
     total = num_packets(numel, WIDTH)
     nbytes = numel.to(tl.int64) * WIDTH
-    lanes, first, step = block_range(BLOCK)
+    offsets, first, stride = block_range(BLOCK)
+    # 1. Copy the peers' chunks to the own area; peers read a symmetric input where it lies.
     if not SYMMETRIC:
-        for start in tl.range(first, total, step):
-            packet = start + lanes
-            here = packet < total
+        for start in tl.range(first, total, stride):
+            packet = start + offsets
+            mask = packet < total
             for i in tl.static_range(WORLD_SIZE - 1):
                 owner = (rank + 1 + i) % WORLD_SIZE
                 at = x + owner * nbytes + packet * 16
-                w0, w1, w2, w3 = load_bytes(at, nbytes - packet * 16, here, ALIGN)
-                store_packets(local + mine + (owner * total + packet) * 16, w0, w1, w2, w3, here)
+                w0, w1, w2, w3 = load_bytes(at, nbytes - packet * 16, mask, ALIGN)
+                store_packets(local + own_area + (owner * total + packet) * 16, w0, w1, w2, w3, mask)
 
-    # Releases the copies (or what wrote the inputs), acquires the peers'.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    # 2. Exchange flags. Releases the copies (or what wrote the inputs), acquires the peers'.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
 
+    # 3. Read the own chunk of every rank and sum in rank order.
     own_chunk = x + rank * nbytes
     if SYMMETRIC:
         shift = rank * nbytes
-        peers = (x0 + shift, x1 + shift, x2 + shift, x3 + shift, x4 + shift, x5 + shift, x6 + shift)
+        sources = shifted(input_peers, shift)
     else:
-        shift = mine + rank * total * 16
-        peers = (q0 + shift, q1 + shift, q2 + shift, q3 + shift, q4 + shift, q5 + shift, q6 + shift)
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
+        shift = own_area + rank * total * 16
+        sources = shifted(peers, shift)
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
         left = nbytes - packet * 16
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            source = address_of(peers, own_chunk, i, rank, WORLD_SIZE) + packet * 16
+            source = address_of(sources, own_chunk, i, rank, WORLD_SIZE) + packet * 16
             if SYMMETRIC:
-                words = words + load_bytes(source, left, here, ALIGN)
+                words = words + load_bytes(source, left, mask, ALIGN)
             else:
-                words = words + load_packets(source, here & (rank != i))
+                words = words + load_packets(source, mask & (rank != i))
         if not SYMMETRIC:
-            own = load_bytes(own_chunk + packet * 16, left, here, ALIGN)
+            own = load_bytes(own_chunk + packet * 16, left, mask, ALIGN)
             words = insert_own(words, own, rank, WORLD_SIZE)
         s0, s1, s2, s3 = sum_packets(words, DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
+        write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, ALIGN < 16)
     if SYMMETRIC:
-        # Orders the peers' reads of this rank's input before whatever follows this kernel.
-        arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
-        await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+        # 4. Exchange flags. Orders the peers' reads of this rank's input before whatever follows this kernel.
+        exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
         write_counter(local, epoch + 2, EPOCH_OFFSET)
     else:
         write_counter(local, epoch + 1, EPOCH_OFFSET)
@@ -180,42 +179,41 @@ class OneShot(PullVariant, ReduceScatterVariant, registered=True):
         return (
             self.refuse(problem, limits)
             or (None if symmetric else refuse_one_shot(problem, limits, messages=problem.world_size))
-            or blocks_and_threads(config, limits, self.work_packets(problem), most_rounds=1 << 16 if symmetric else 8)
+            or blocks_and_threads(config, limits, self.work_packets(problem), max_rounds=1 << 16 if symmetric else 8)
         )
 
 
 @triton.jit
 def multimem_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, multicast, scatter,
+    x, out, numel, local, peers, rank, timeout_ns, status, multicast, scatter,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Block b publishes and sums the same positions of every chunk, so blocks b wait for each other alone."""
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     total = num_packets(numel, WIDTH)
     nbytes = numel.to(tl.int64) * WIDTH
-    lanes, first, step = block_range(BLOCK)
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
+    offsets, first, stride = block_range(BLOCK)
+    # 1. Copy the own input to the own scatter area.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
         for i in tl.static_range(WORLD_SIZE):
             at = x + i * nbytes + packet * 16
-            w0, w1, w2, w3 = load_bytes(at, nbytes - packet * 16, here, ALIGN)
-            store_packets(local + scatter + (i * total + packet) * 16, w0, w1, w2, w3, here)
-    # Releases the copies, acquires the peers'.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for start in tl.range(first, total, step):
-        packet = start + lanes
-        here = packet < total
+            w0, w1, w2, w3 = load_bytes(at, nbytes - packet * 16, mask, ALIGN)
+            store_packets(local + scatter + (i * total + packet) * 16, w0, w1, w2, w3, mask)
+    # 2. Exchange flags. Releases the copies, acquires the peers'.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    # 3. Load the sums of the own chunk, which the switch makes.
+    for start in tl.range(first, total, stride):
+        packet = start + offsets
+        mask = packet < total
         offset = scatter + (rank * total + packet) * 16
-        sums = load_reduce(multicast, peers, local, offset, here, DTYPE, WORLD_SIZE)
+        sums = load_reduce(multicast, peers, local, offset, mask, DTYPE, WORLD_SIZE)
         s0, s1, s2, s3 = mean_packets(sums, DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
-    # Says that this rank reads no scatter area any more.
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
-    await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+        write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, ALIGN < 16)
+    # 4. Exchange flags. Tells the peers that this rank reads no scatter area any more.
+    exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
     write_counter(local, epoch + 2, EPOCH_OFFSET)
 
 
@@ -225,12 +223,12 @@ class Multimem(ReduceScatterVariant, registered=True):
     summary = "the switch sums each chunk for its owner (NVLink multicast)"
     kernels = (multimem_kernel,)
     space = Space(MULTIMEM_GRID)
-    areas = ("multicast", "scatter")
+    trailing_arguments = ("multicast", "scatter")
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         needed = problem.world_size * packets_of(problem.nbytes) * PACKET_BYTES
         reason = refuse_multicast(limits) or super().refuse(problem, limits)
         return reason or refuse_message(needed, limits.staging_bytes)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(packets_of(problem.nbytes) / 256, 32), "num_warps": 8}

@@ -49,8 +49,8 @@ class Library(LibraryVariant, registered=True):
         import torch.distributed as dist
 
         scatter = reduce_scatter_single()
-        ops = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        group, op, averages = workspace.group, ops[problem.reduction], problem.reduction == "avg"
+        op = getattr(dist.ReduceOp, problem.reduction.upper())
+        group, averages = workspace.group, problem.reduction == "avg"
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             x, out = inputs[0].view(-1), outputs[0].view(-1)

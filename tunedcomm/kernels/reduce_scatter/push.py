@@ -50,100 +50,109 @@ RING = tl.constexpr(4)
 
 @triton.jit
 def push_piece(
-    x, peers, place, first, end, step, nbytes, rank,
+    x, peers, place, first, end, stride, nbytes, rank,
     WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push packets from `first` on, every `step` up to `end`, of every chunk to its owner.
+    """Push packets from `first` on, every `stride` up to `end`, of every chunk to its owner.
 
     Packet p of a chunk goes to `place` + 16 p in the owner's lane. All peers' packets are loaded before the first is
     stored, so that as many loads as there are peers are on their way.
     """
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for start in tl.range(first, end, step):
-        packet = start + lanes
-        here = packet < end
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    for start in tl.range(first, end, stride):
+        packet = start + offsets
+        mask = packet < end
         words = ()
         for i in tl.static_range(WORLD_SIZE - 1):
             owner = (rank + 1 + i) % WORLD_SIZE
-            words = words + load_bytes(x + owner * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
+            words = words + load_bytes(x + owner * nbytes + packet * 16, nbytes - packet * 16, mask, ALIGN)
         for i in tl.static_range(WORLD_SIZE - 1):
             at = peers[i] + place + packet * 16
-            store_packets(at, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
+            store_packets(at, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], mask)
 
 
 @triton.jit
 def sum_piece(
-    x, out, numel, place, slot_bytes, first, end, step, nbytes, rank,
+    x, out, numel, place, slot_bytes, first, end, stride, nbytes, rank,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum such packets of the own chunk; rank i's packet p lies at address `place` + i × `slot_bytes` + 16 p."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for start in tl.range(first, end, step):
-        packet = start + lanes
-        here = packet < end
-        own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
+    """Sum packets of the own chunk from `first` on, every `stride` up to `end`.
+
+    Rank i's packet p lies at address `place` + i × `slot_bytes` + 16 p.
+    """
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    for start in tl.range(first, end, stride):
+        packet = start + offsets
+        mask = packet < end
+        own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, mask, ALIGN)
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            words = words + load_packets(place + i * slot_bytes + packet * 16, here & (rank != i))
+            words = words + load_packets(place + i * slot_bytes + packet * 16, mask & (rank != i))
         s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
+        write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, ALIGN < 16)
 
 
 @triton.jit
 def push_kernel(
-    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, num_chunks,
+    x, out, numel, local, peers, rank, timeout_ns, status, scatter, num_chunks,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Push pieces, sum what came. Packets go round the lanes: those of block k, or of pusher k and reducer k.
+    """In round c: push piece c, sum piece c − 1. Packets go round the teams: block k, or pusher k and reducer k.
 
     Interpreted blocks run one after another, so pushers do the reducers' work in turn there.
+
+    Example:
+        2 ranks, 8 fp32 elements each: chunk j is packet j, 1 piece. Round 0: rank 0 stores packet 1 into slot 0 of rank
+        1's scatter area, rank 1 stores packet 0 into slot 1 of rank 0's. Round 1: rank 0 adds its own packet 0 and slot
+        1 and writes the sum to its output; rank 1 adds slot 0 and its own packet 1.
     """
-    peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     total = num_packets(numel, WIDTH)
     nbytes = numel.to(tl.int64) * WIDTH
-    num_lanes = tl.num_programs(0)
+    num_teams = tl.num_programs(0)
     if SPLIT:
-        num_lanes = num_lanes // 2
-    lane = tl.program_id(0) % num_lanes
-    step = num_lanes.to(tl.int64) * BLOCK
-    first = lane.to(tl.int64) * BLOCK
-    span = ((total + step - 1) // step + num_chunks - 1) // num_chunks * step
+        num_teams = num_teams // 2
+    team = tl.program_id(0) % num_teams
+    stride = num_teams.to(tl.int64) * BLOCK
+    first = team.to(tl.int64) * BLOCK
+    span = ((total + stride - 1) // stride + num_chunks - 1) // num_chunks * stride
     ring = tl.minimum(num_chunks, RING)
     slot_bytes = ring * span * 16
-    pushes = tl.program_id(0) < num_lanes  # all blocks do, where they are not split
-    sums = (tl.program_id(0) >= num_lanes) if SPLIT and not INTERPRET else pushes
-    # Whom a block tells that a piece is there: the peers' reducers.
-    told = lane + num_lanes if SPLIT else lane
+    pushes = tl.program_id(0) < num_teams  # all blocks do, where they are not split
+    sums = (tl.program_id(0) >= num_teams) if SPLIT and not INTERPRET else pushes
+    # Row of flags that a pusher raises: the peers' reducers wait for it.
+    reducer = team + num_teams if SPLIT else team
 
     for c in tl.range(0, num_chunks + 1):
+        # 1. Push piece c of chunk j to rank j.
         if (c < num_chunks) & pushes:
             if SPLIT and c >= ring:
-                await_at(local, lane, rank, epoch + c - ring + 1, timeout_ns, status, WORLD_SIZE)
+                await_at(local, team, rank, epoch + c - ring + 1, timeout_ns, status, WORLD_SIZE)
             place = scatter + rank * slot_bytes - (c - c % ring) * span * 16
             end = tl.minimum(total, (c + 1) * span)
-            push_piece(x, peers, place, first + c * span, end, step, nbytes, rank, WORLD_SIZE, ALIGN, BLOCK)
-            arrive_at(told, q0, q1, q2, q3, q4, q5, q6, rank, epoch + c + 1, WORLD_SIZE)
+            push_piece(x, peers, place, first + c * span, end, stride, nbytes, rank, WORLD_SIZE, ALIGN, BLOCK)
+            arrive_at(reducer, peers, rank, epoch + c + 1, WORLD_SIZE)
+        # 2. Sum piece c − 1 of the own chunk in rank order.
         if (c >= 1) & sums:
             d = c - 1
-            await_at(local, told, rank, epoch + d + 1, timeout_ns, status, WORLD_SIZE)
+            await_at(local, reducer, rank, epoch + d + 1, timeout_ns, status, WORLD_SIZE)
             place = local + scatter - (d - d % ring) * span * 16
             end = tl.minimum(total, (d + 1) * span)
             sum_piece(
-                x, out, numel, place, slot_bytes, first + d * span, end, step, nbytes, rank,
+                x, out, numel, place, slot_bytes, first + d * span, end, stride, nbytes, rank,
                 WORLD_SIZE, DTYPE, WIDTH, AVG, ALIGN, BLOCK,
             )  # fmt: skip
             if SPLIT:
-                arrive_at(lane, q0, q1, q2, q3, q4, q5, q6, rank, epoch + d + 1, WORLD_SIZE)
-    # The end: every peer has read all of its scatter area that these lanes fill.
+                arrive_at(team, peers, rank, epoch + d + 1, WORLD_SIZE)
+    # 3. Wait until every peer has read all of its scatter area that this team fills.
     if SPLIT:
         if sums:
-            await_at(local, lane, rank, epoch + num_chunks, timeout_ns, status, WORLD_SIZE)
+            await_at(local, team, rank, epoch + num_chunks, timeout_ns, status, WORLD_SIZE)
     else:
-        arrive_at(lane, q0, q1, q2, q3, q4, q5, q6, rank, epoch + num_chunks + 1, WORLD_SIZE)
-        await_at(local, lane, rank, epoch + num_chunks + 1, timeout_ns, status, WORLD_SIZE)
+        arrive_at(team, peers, rank, epoch + num_chunks + 1, WORLD_SIZE)
+        await_at(local, team, rank, epoch + num_chunks + 1, timeout_ns, status, WORLD_SIZE)
     write_counter(local, epoch + num_chunks + 1, EPOCH_OFFSET)
 
 
@@ -160,35 +169,35 @@ class Push(RingVariant, ReduceScatterVariant, registered=True):
             "split": Choice(False, True),
         }
     )
-    areas = ("scatter", "num_chunks")
+    trailing_arguments = ("scatter", "num_chunks")
     ring = RING.value
-    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2, "split": False}
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2, "split": False}
 
-    def lanes(self, config: Config) -> int:
-        """Blocks that push; as many others sum where they are split."""
+    def num_teams(self, config: Config) -> int:
+        """Blocks that push; with `split` as many other blocks sum."""
         return int(config["num_blocks"]) // (2 if config["split"] else 1)
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        per_block, lanes = packets_a_block(config), self.lanes(config)
+        per_block, teams = packets_a_block(config), self.num_teams(config)
         if per_block * problem.world_size > 4096:
             return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
         if int(config["items"]) > 1 and int(config["num_warps"]) < 16:
             return "16 warps take as many packets a block with fewer of them a thread"
         if config["split"] and int(config["num_chunks"]) == 1 and limits.backend == "cuda":
             return "reducers would wait for all pushers: num_chunks=1 has nothing to split"
-        if lanes < 1:
+        if teams < 1:
             return "one block cannot be split into pushers and reducers"
         if reason := self.refuse_ring(problem, config, limits):
             return reason
-        if lanes > 1 and (lanes - 1) * per_block >= self.work_packets(problem):
-            return f"{self.work_packets(problem)} packets leave some of {lanes} lanes without work"
+        if teams > 1 and (teams - 1) * per_block >= self.work_packets(problem):
+            return f"{self.work_packets(problem)} packets leave some of {teams} teams without work"
         return None
 
     def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         packets = self.work_packets(problem) * (2 if config["split"] else 1)
-        return blocks_and_threads(config, limits, packets, most_rounds=64 * int(config["num_chunks"]))
+        return blocks_and_threads(config, limits, packets, max_rounds=64 * int(config["num_chunks"]))
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         packets = packets_of(problem.nbytes)
         large = packets >= 1 << 18
         blocks, chunks = 132 if large else min(packets / 512, 132), max(packets / (1 << 17), 1)

@@ -1,14 +1,13 @@
-"""The processes that run one trial together, and how they stay in step.
+"""The processes that run one trial together, and their control plane.
 
-Every decision is either the supervisor's, who tells all ranks the same, or a pure function of numbers that every rank
-holds after a gather: no rank acts on its own clock, verdict or error. The control plane is a gloo group of its own, so
-that votes work whatever the kernels do to the data plane.
+Every decision is the supervisor's, who sends it to all ranks, or a pure function of values that every rank holds after
+a gather: no rank acts on its own clock, verdict or error. The control plane is a gloo group of its own, so that votes
+work whatever the kernels do to the data plane.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
-from tunedcomm.hardware import gpu_of
+from tunedcomm.errors import TuningError
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.workspace import allocate
-from tunedcomm.tuner.gang.protocol import STORE_FD, Settings
+from tunedcomm.tuner.gang.protocol import Settings
+from tunedcomm.tuner.gang.ranks import join_group
 
 T = TypeVar("T")
 
@@ -33,10 +33,10 @@ _MIN_BUFFER_BYTES = 1 << 16
 
 
 class Trouble(IntEnum):
-    """Troubles that a rank may report in a vote, by rising weight: the group's verdict is the heaviest."""
+    """Troubles that a rank may report in a vote, lightest first; the heaviest one is the group's verdict."""
 
     NONE = 0
-    TOO_LARGE = 1  # the problem, for the memory of a rank: no candidate's doing
+    TOO_LARGE = 1  # a rank has no memory for the problem; no candidate is to blame
     INFEASIBLE = 2
     COMPILE_ERROR = 3
     INCORRECT = 4
@@ -45,22 +45,22 @@ class Trouble(IntEnum):
 
     @property
     def status(self) -> str:
-        """The trial status that it leads to."""
+        """The status of the trial."""
         return self.name.lower() if self else "ok"
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A vote's outcome, the same on every rank: the heaviest trouble, its reason, the largest number and count."""
+    """A vote's outcome, the same on every rank: the heaviest trouble, its reason, the largest value and count."""
 
     trouble: Trouble = Trouble.NONE
     reason: str = ""
-    number: float = 0.0
+    value: float = 0.0
     count: int = 0
 
 
 class Gang:
-    """One rank's end of the gang; the communicator is bound to the data plane, the line to a supervisor if any."""
+    """One rank's end of the gang: a control plane, the data plane's communicator, and a supervisor's line if any."""
 
     def __init__(self, control: dist.ProcessGroup, communicator: Communicator, line: Connection | None = None) -> None:
         self._control, self._line = control, line
@@ -69,15 +69,15 @@ class Gang:
         self.device: torch.device = communicator.device
         self.on_gpu = self.device.type == "cuda"  # launches are asynchronous there, and times come from events
         self._symmetric: dict[tuple[int, int], SymmetricBuffer] = {}
-        self._token = torch.zeros(1, device=self.device)
+        self._token = torch.zeros(1, dtype=torch.float32, device=self.device)
 
     def report(self, event: str, value: object) -> None:
-        """Tell the supervisor an event, on rank 0; it is in the kernel's hands when this returns."""
+        """Send the supervisor an event from rank 0; the kernel holds the message when this returns."""
         if self.rank == 0 and self._line is not None:
             self._line.send((event, value))
 
     def report_failure(self, text: str) -> None:
-        """Tell the supervisor that a launch raised on this rank: the other ranks may never answer again."""
+        """Report to the supervisor that a launch raised on this rank: the other ranks may never answer again."""
         if self._line is not None:
             self._line.send(("failure", (time.monotonic(), text)))
 
@@ -87,15 +87,15 @@ class Gang:
         dist.all_gather_object(everyone, value, group=self._control)
         return everyone
 
-    def vote(self, trouble: Trouble, reason: str = "", number: float = 0.0, count: int = 0) -> Vote:
-        """Agree on the heaviest trouble of any rank, that rank's reason, and the largest `number` and `count` >= 0."""
-        # A NaN has no defined place in a maximum.
-        finite = number if math.isfinite(number) else math.inf
-        ballot = torch.tensor([float(trouble), finite, float(count)], dtype=torch.float64)
+    def vote(self, trouble: Trouble, reason: str = "", value: float = 0.0, count: int = 0) -> Vote:
+        """Agree on the heaviest trouble of any rank, that rank's reason, and the largest `value` and `count` >= 0."""
+        # The maximum of a NaN is not defined.
+        finite = value if math.isfinite(value) else math.inf
+        ballot = torch.tensor([float(trouble), finite, float(count)], dtype=torch.float64, device="cpu")
         dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._control)
         heaviest, largest, most = ballot.tolist()
         if not heaviest:
-            return Vote(number=largest, count=int(most))
+            return Vote(value=largest, count=int(most))
         return combine(self.gather((int(trouble), reason)), largest, int(most))
 
     def barrier(self) -> None:
@@ -103,13 +103,13 @@ class Gang:
         dist.barrier(group=self._control)
 
     def device_barrier(self) -> None:
-        """Have the current stream wait until every rank's has come here: nothing waits on the host."""
+        """Have the current stream wait for every rank's stream; the host does not wait."""
         dist.all_reduce(self._token, group=self.communicator.group)
 
     def symmetric_rooms(self, problem: Problem, sizes: Sequence[int], slot: int) -> list[torch.Tensor | None]:
-        """Symmetric memory of these bytes, uint8, for each input; None where the problem takes any; collective.
+        """Symmetric memory for inputs of these bytes, as uint8; None for each where any memory will do. Collective.
 
-        Memory of the same slot is used again by the next problem.
+        The next problem uses the memory of its slot again.
         """
         workspace = self.communicator.workspace
         if problem.input_kind == "plain" or workspace is None:
@@ -125,44 +125,27 @@ class Gang:
         return rooms
 
     def synchronize(self) -> None:
-        """Wait on the host for the device; raises whatever went wrong on it."""
+        """Wait on the host for the device; raises the device's errors."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
 
-def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0, count: int = 0) -> Vote:
-    """One verdict from every rank's: the heaviest trouble, and the first rank's reason for it."""
+def combine(everyone: Sequence[tuple[int, str]], value: float = 0.0, count: int = 0) -> Vote:
+    """The vote of all ranks: the heaviest trouble, and the reason of the first rank that has it."""
     heaviest = max(code for code, _ in everyone)
     blamed = [rank for rank, (code, _) in enumerate(everyone) if code == heaviest]
     reason = everyone[blamed[0]][1]
     if len(blamed) < len(everyone):
         reason = f"on rank {', '.join(str(rank) for rank in blamed)} of {len(everyone)}: {reason}"
-    return Vote(Trouble(heaviest), reason, number, count)
+    return Vote(Trouble(heaviest), reason, value, count)
 
 
 def assemble(settings: Settings, line: Connection) -> Gang:
-    """Join the gang that the environment describes; collective over its ranks."""
-    rank = int(os.environ["RANK"])
-    # Longer than any watchdog: a rank that waits for a lost one is ended from outside, with a better reason.
+    """Join the gang's group and make its control plane; collective over the gang's ranks."""
+    # Longer than any watchdog: a rank that waits for a lost peer is killed from outside, with a better reason.
     timeout = timedelta(seconds=settings.start_timeout_s + settings.compile_timeout_s + settings.trial_timeout_s)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
-        int(os.environ["MASTER_PORT"]),
-        settings.world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        master_listen_fd=int(os.environ[STORE_FD]) if rank == 0 else None,
-    )
-    device = gpu_of(rank) if settings.backend == "cuda" else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device is not None else "gloo",
-        store=store,
-        rank=rank,
-        world_size=settings.world_size,
-        timeout=timeout,
-        device_id=device,
-    )
+    device = join_group(timeout)
+    if (device.type == "cuda") != (settings.backend == "cuda"):
+        raise TuningError(f"a gang of the backend {settings.backend} got {device.type} ranks; run `tunedcomm doctor`")
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Gang(control, get_communicator(None, device), line)

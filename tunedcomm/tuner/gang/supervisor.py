@@ -1,7 +1,7 @@
-"""Starts gangs, passes commands and results between them and the coordinator, ends those that hang.
+"""Starts gangs, passes commands and results between gangs and the coordinator, and kills gangs that hang.
 
-Holds no GPU context. A gang that dies or falls silent costs the candidate that it was running, which is recorded as
-`crashed` or `hung`, and a restart; the others go on meanwhile. Whatever was reported before is kept.
+The supervisor holds no GPU context. A gang that dies or falls silent costs the candidate that it was running, which is
+recorded as `crashed` or `hung`, and a restart. The other gangs go on meanwhile, and all earlier results are kept.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner.gang.process import GangProcess, Loss, Step
+from tunedcomm.tuner.gang.process import GangProcess, Loss, Phase
 from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
 from tunedcomm.tuner.search.coordinator import Coordinator
+from tunedcomm.tuner.search.knowledge import Knowledge
 
 _log = logging.getLogger("tunedcomm")
 
-# Longest wait for events: within it a death is seen, and a hook is called.
+# Longest wait for events; deaths are noticed and `on_turn` is called at least this often.
 _TICK_S = 0.1
-# A gang with nothing to do is asked about again, for what other supervisors did meanwhile.
+# Ask again for a gang without work this often: other supervisors may have changed what is left.
 _IDLE_ASK_S = 1.0
-# Gangs in a row that may die in a slot without one result and without a candidate to blame.
+# This many gangs in a row may die in a slot without a result and without a candidate to blame.
 _MAX_FRUITLESS = 3
 
 
@@ -35,17 +36,17 @@ class GangProgress:
     """The state of one gang.
 
     Attributes:
-        slot: its number among those that run at once.
-        step: `starting`, `binding`, `running`, `waiting` or `ending`.
-        problem, candidate: what it runs; None where there is nothing.
-        final: it is measured as in the finals.
-        best_us, library_us: of that problem; None where not yet known.
-        silent_s: seconds since it was heard of.
-        patience_s: seconds after which it is killed if it stays silent; None if nothing is waited for.
+        slot: index among the gangs that run at once.
+        phase: phase of the gang's life.
+        problem, candidate: the trial that the gang runs; None if there is none.
+        final: the candidate is measured as in the finals.
+        best_us, library_us: latencies of the problem; None where not yet known.
+        silent_s: seconds since the gang's last message.
+        patience_s: seconds of silence after which the gang is killed; None if nothing is expected of it.
     """
 
     slot: int
-    step: Step
+    phase: Phase
     problem: Problem | None = None
     candidate: Candidate | None = None
     final: bool = False
@@ -60,14 +61,14 @@ class Supervisor:
 
     Args:
         coordinator: decides.
-        settings: of the sweep.
+        settings: of the gangs.
         devices: GPUs of each gang that runs at once, as CUDA_VISIBLE_DEVICES names them; None leaves it as it is.
-        on_result: called with each result that a gang reports, after its next command was sent.
-        on_turn: called after everything that has come was answered, and at least ten times a second.
+        on_result: called with each result of a gang, after the gang's next command was sent.
+        on_turn: called after all messages were answered, and at least ten times a second.
 
     Attributes:
-        num_gangs: started so far.
-        start_s: seconds that those that came up had taken until they were ready, in all.
+        num_gangs: gangs started so far.
+        start_s: seconds that all gangs together took to start.
     """
 
     def __init__(
@@ -83,21 +84,24 @@ class Supervisor:
         self._on_result, self._on_turn = on_result, on_turn
         self._selector = selectors.DefaultSelector()
         self._gangs: dict[int, GangProcess] = {}
-        # Once a gang was lost the next one may be soon: those that have done their imports stand by.
+        # After a first loss the next one may come soon: gangs that have done their imports stand by.
         self._spares: dict[int, GangProcess] = {}
         self._fruitless: Counter[int] = Counter()
+        self._on_known: Callable[[Knowledge], None] = lambda known: None
         self._failure = self._reason = ""
-        self._ask_idle_at = 0.0  # at once where what a waiting gang would be told may be another thing by now
+        self._ask_idle_at = 0.0  # next time to ask for gangs without work; 0 after a change
         self.num_gangs = 0
         self.start_s = 0.0
 
-    def run(self) -> str:
-        """Run to the end; returns why, `done` or `budget`.
+    def run(self, on_known: Callable[[Knowledge], None] = lambda known: None) -> str:
+        """Run to the end; returns the reason for the end, `done` or `budget`.
+
+        `on_known` is called once the first gang is ready, before that gang gets a command.
 
         Raises:
-            TuningError: in every slot gangs die one after the other without a result, or they differ in their
-                environment.
+            TuningError: in every slot gangs die one after the other without a result, or their environments differ.
         """
+        self._on_known = on_known
         try:
             for slot in range(len(self._devices)):
                 if self._coordinator.has_time:
@@ -113,14 +117,14 @@ class Supervisor:
         return self._reason or "budget"
 
     def states(self) -> list[GangProgress]:
-        """The step, problem and candidate of every gang, by slot; latencies are left to the caller."""
+        """The phase, problem and candidate of every gang, by slot; the caller adds latencies."""
         found = []
         for slot, gang in sorted(self._gangs.items()):
             at = self._coordinator.activity(slot) or Command(kind="wait")
             found.append(
                 GangProgress(
                     slot=slot,
-                    step=gang.step,
+                    phase=gang.phase,
                     problem=at.problem,
                     candidate=at.candidate,
                     final=at.final,
@@ -132,7 +136,7 @@ class Supervisor:
 
     def _start(self, slot: int) -> None:
         self.num_gangs += 1
-        self._fruitless[slot] += 1  # until it has measured something, or a candidate is blamed for its end
+        self._fruitless[slot] += 1  # until the gang has a result or a candidate is blamed for its end
         self._gangs[slot] = self._spares.pop(slot) if slot in self._spares else self._make(slot)
         self._gangs[slot].go()
 
@@ -141,10 +145,15 @@ class Supervisor:
 
     def _turn(self) -> None:
         results: list[TrialResult] = []
+        if self._coordinator.is_overdue:
+            for gang in self._gangs.values():
+                if gang.phase != "ending":
+                    self._coordinator.abandon(gang.slot)
+                    gang.retire()
         for key, _ in self._selector.select(_TICK_S):
             self._listen(key.data, results)
         for gang in list(self._gangs.values()):
-            if gang.step == "ending":
+            if gang.phase == "ending":
                 self._replace(gang)
             else:
                 self._watch(gang, results)
@@ -153,10 +162,10 @@ class Supervisor:
             self._on_result(result)
         self._on_turn()
 
-    # What gangs say
+    # Messages of gangs
 
     def _listen(self, gang: GangProcess, results: list[TrialResult]) -> None:
-        """Answer what a gang has said; commands leave at once, everything else can wait."""
+        """Answer the messages of a gang: commands leave at once, everything else can wait."""
         for name, value in gang.read():
             if name == "ready":
                 self._greet(gang, *value)
@@ -174,7 +183,9 @@ class Supervisor:
     def _greet(self, gang: GangProcess, environment: Environment, limits: Limits) -> None:
         assert gang.went_at is not None
         self.start_s += time.monotonic() - gang.went_at
-        self._coordinator.gang_ready(gang.slot, environment, limits)
+        known = self._coordinator.gang_ready(gang.slot, environment, limits)
+        if known is not None:
+            self._on_known(known)
         self._command(gang)
         if self.num_gangs > len(self._devices) and not self._settings.stand_in:
             self._spares[gang.slot] = self._make(gang.slot)
@@ -188,14 +199,14 @@ class Supervisor:
             gang.retire()
 
     def _command_idle(self) -> None:
-        """Ask again for gangs with nothing to do; once all is done, those that only start are not waited for."""
+        """Ask again for gangs without work; once the sweep is done, do not wait for gangs that still start."""
         due = time.monotonic() >= self._ask_idle_at
         if due:
             self._ask_idle_at = time.monotonic() + _IDLE_ASK_S
         for gang in self._gangs.values():
-            if gang.step == "waiting" and due:
+            if gang.phase == "waiting" and due:
                 self._command(gang)
-            elif gang.step == "starting" and self._reason:
+            elif gang.phase == "starting" and self._reason:
                 gang.retire()
 
     # How gangs end
@@ -203,8 +214,8 @@ class Supervisor:
     def _watch(self, gang: GangProcess, results: list[TrialResult]) -> None:
         if gang.loss() is None:
             return
-        self._listen(gang, results)  # what it said before it died, or while this process waited for the database
-        if gang.step != "ending" and (loss := gang.loss()) is not None:
+        self._listen(gang, results)  # messages from before its death, or from while this process used the database
+        if gang.phase != "ending" and (loss := gang.loss()) is not None:
             self._lose(gang, loss)
 
     def _lose(self, gang: GangProcess, loss: Loss) -> None:
@@ -225,7 +236,7 @@ class Supervisor:
                 _log.error("%s; the other gangs go on", self._failure)
 
     def _replace(self, gang: GangProcess) -> None:
-        """Start the next gang in the slot of one that is gone, if there may be something for it to do."""
+        """Start the next gang in the slot of a gang that is gone, if there may be work for it."""
         if not gang.is_gone():
             return
         del self._gangs[gang.slot]

@@ -1,13 +1,11 @@
 """One rank of a gang: `python -m tunedcomm.tuner.gang.worker SUPERVISOR_PID FD PROTOCOL`; FD is its pipe.
 
-The kernel ties the life of every rank to the supervisor's: closed pipes or time-outs would not reach a process that
-hangs in a driver call. The supervisor starts the ranks itself: importing PyTorch's elastic launcher takes seconds at
-every start of a gang, and a gang on one host needs none of it.
+The kernel kills a rank when its supervisor ends: a closed pipe or a time-out would not reach a process that hangs in a
+driver call. The supervisor starts the ranks itself: importing PyTorch's elastic launcher takes seconds, and a gang on
+one host does not need it.
 
-A gang may be started before it is wanted: its ranks then import all they need and wait to be told to go. That is most
-of what a start takes, and touches no device.
-
-Every rank hears the same commands and runs each, until it is killed.
+A gang may start before it is needed: its ranks import their modules, which takes most of a start and touches no device,
+and wait for `GO`. Every rank receives the same commands and runs each of them, until it is killed.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ import traceback
 from multiprocessing.connection import Connection
 
 from tunedcomm.errors import TuningError
-from tunedcomm.tuner.gang.process import die_with_parent
 from tunedcomm.tuner.gang.protocol import PROTOCOL, Settings
+from tunedcomm.tuner.gang.ranks import die_with_parent
 
 
 def run_rank(line: Connection) -> None:
-    """Body of one rank, whose messages `protocol` describes."""
+    """Body of one rank; `protocol` describes the messages."""
     settings: Settings = line.recv()
-    # All that can be done before the device is the gang's own.
+    # Import everything before the gang may take its device.
     import torch  # noqa: F401 - before the kernels, which ask it whether there are GPUs
 
     from tunedcomm import kernels
@@ -56,9 +54,9 @@ if __name__ == "__main__":
                 "replaced while it ran. Start the command again"
             )
         run_rank(channel)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor hears of it
+    except Exception as error:  # noqa: BLE001 - the supervisor gets every error
         traceback.print_exc()
         channel.send(("failure", (time.monotonic(), f"{type(error).__name__}: {error}"[:500])))
-    # Not sys.exit, nor an exception let through: groups whose peers are gone, or hung on the device, may never return
-    # from their destructors, and gloo's abort at the interpreter's end.
+    # Neither sys.exit nor an exception: destructors of groups whose peers are gone or hang may never return, and gloo
+    # aborts at the interpreter's end.
     os._exit(1)

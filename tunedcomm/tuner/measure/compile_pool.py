@@ -1,8 +1,8 @@
 """Compiles coming candidates on CPUs into Triton's cache, so that a gang finds its binaries there.
 
 `python -m tunedcomm.tuner.measure.compile_pool SUPERVISOR_PID FD WORKERS PROTOCOL` is a process that sees no GPU. It
-receives requests over the pipe FD and spreads them over worker processes. It ignores what fails to compile: that fails
-again in the gang, which records it.
+receives requests over the pipe FD and spreads them over worker processes. It ignores errors of the compiler: the gang
+meets the same error and records it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from tunedcomm.kernels.common.launch import CompileRequest, compile_request
-from tunedcomm.tuner.gang.process import die_with_parent, send_kill
 from tunedcomm.tuner.gang.protocol import PROTOCOL
+from tunedcomm.tuner.gang.ranks import die_with_parent, send_kill
 
 _log = logging.getLogger("tunedcomm")
 _MAX_WORKERS = 32
-# Below the gang's own threads, whose launches are being timed.
+# Lower priority than the gangs' threads, whose launches are timed.
 _NICENESS = 10
 _EXIT_PROTOCOL = 76  # started by another version of tunedcomm
 
@@ -35,7 +35,7 @@ def num_workers() -> int:
 
 
 class CompilePool:
-    """The supervisor's end of a pool of worker processes; starts at once, so that its imports overlap with a gang's."""
+    """The supervisor's end of a pool of worker processes, whose imports overlap with the first gang's."""
 
     def __init__(self, workers: int) -> None:
         environment = {
@@ -45,9 +45,9 @@ class CompilePool:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
-        theirs, self._line = multiprocessing.Pipe(duplex=False)
-        with theirs:
-            arguments = [str(os.getpid()), str(theirs.fileno()), str(workers), PROTOCOL]
+        pool_end, self._line = multiprocessing.Pipe(duplex=False)
+        with pool_end:
+            arguments = [str(os.getpid()), str(pool_end.fileno()), str(workers), PROTOCOL]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tunedcomm.tuner.measure.compile_pool", *arguments],
                 env=environment,
@@ -55,14 +55,14 @@ class CompilePool:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[pool_end.fileno()],
             )
         self._seen: set[CompileRequest] = set()
-        # The pool reads nothing while it starts, and a pipe holds little: its writer waits, its owner must not.
+        # A starting pool reads nothing and a pipe holds little: this thread waits for the pool, its owner does not.
         self._writer = ThreadPoolExecutor(1, "tunedcomm-compile-pool")
 
     def submit(self, requests: Iterable[CompileRequest], compute_capability: int) -> int:
-        """Hand over those requests that are new, in order; returns how many those were. Does not wait."""
+        """Hand over the new ones of these requests, in order; returns their number. Does not wait."""
         fresh = [request for request in dict.fromkeys(requests) if request not in self._seen]
         self._seen.update(fresh)
         self._writer.submit(self._write, fresh, compute_capability)
@@ -81,13 +81,13 @@ class CompilePool:
                 _log.warning("the compile pool is gone (%s); gangs compile for themselves", error)
 
     def drain(self) -> None:
-        """Wait until everything handed over is compiled; the pool takes nothing more."""
+        """Wait until every request is compiled; no request may follow."""
         self._writer.shutdown()
         self._line.close()
         self._process.wait()
 
     def close(self) -> None:
-        """End the pool at once; what it has compiled stays in the cache."""
+        """Kill the pool; its binaries stay in the cache."""
         send_kill(self._process)
         self.drain()
 
@@ -107,7 +107,7 @@ def _compile(request: CompileRequest, compute_capability: int) -> None:
 
 
 def _serve(line: Connection, workers: int) -> None:
-    """Receive requests until the other end is closed, then wait for the last of them."""
+    """Receive requests until the other end is closed, then wait for the last compilation."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _prepare_worker, (os.getpid(),)) as executor, suppress(EOFError):
         while True:

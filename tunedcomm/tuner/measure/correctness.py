@@ -1,18 +1,19 @@
-"""Checks the results of a candidate before it is timed: wrong and fast is the usual failure.
+"""Checks a candidate's results before it is timed: wrong and fast is the usual failure.
 
-Two depths, because a check costs more than a measurement:
+There are two depths, because a check costs more than a measurement:
 
-- *full*, once per candidate and family of problems: a launch with random inputs and one with whole numbers, no wait on
-  the host between them, then one launch at each odd size near the shape;
+- *full*, once per candidate and family of problems: one launch with random inputs and one with whole numbers, without a
+  wait on the host between them, then one launch at each odd size near the shape;
 - *light*, at every further shape: one launch with random inputs.
 
-What was timed to the end is launched with whole numbers once more, after enough launches that counters have passed 64,
-128 and 1024, where that costs little: flags that wrap and buffers that are used again go wrong late.
+A candidate that was timed to the end is launched with whole numbers once more. Where it costs little, this late check
+comes after enough launches that counters have passed 64, 128 and 1024: flags that wrap and buffers that are used again
+go wrong late.
 
-Every launch finds its outputs filled with NaN and every rank delayed by its own random time. Inputs are overwritten in
-stream order as soon as the rank's own launch is over, so that a variant whose peers still read them is found out.
-`ordered` variants must give the op's exact bits. Others may be off by the op's tolerance on random inputs, and by
-nothing on whole numbers that the dtype can hold.
+Every launch finds its outputs filled with NaN, and every rank starts after a random delay of its own. Inputs are
+overwritten in stream order as soon as the rank's launch is over, so that a variant whose peers still read them fails.
+`ordered` variants must give the op's exact bits. Other variants may differ by the op's tolerance on random inputs, and
+must be exact on whole numbers that the dtype can hold.
 """
 
 from __future__ import annotations
@@ -31,45 +32,45 @@ from tunedcomm.spec import OpSpec, Problem
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Launch: TypeAlias = Callable[[Tensors, Tensors, int], None]
 
-# Above this size one random and one whole-number launch must do, and odd sizes are left to smaller shapes.
+# Larger problems get one random launch alone; odd sizes are checked at smaller shapes.
 LARGE_BYTES = 32 << 20
-# Longest delay before a launch: several times what a barrier takes, or a launch on the host.
+# Longest delay before a launch: several times as long as a barrier, or a launch on the host.
 _MAX_DELAY_CYCLES = 200_000
 _MAX_DELAY_S = 0.002
 
-# What bits are compared with, by the reduction; without one nothing is computed.
+# Name of the exact result by reduction; ops without a reduction send elements unchanged.
 _ORDERED = {"sum": "ordered sum", "avg": "ordered average", "max": "maximum", "min": "minimum"}
 
-# Bytes on either side of what launches read and write. Those of inputs are NaN, so that a result which depends on them
-# is wrong; those of outputs differ, so that bytes which are copied from the one to the other are found.
+# Guard bytes before and behind inputs and outputs. Guards of inputs are NaN: a kernel that reads them gives a wrong
+# result. Guards of outputs differ from them, so that guard bytes copied from input to output are found.
 GUARD_BYTES = 16 << 10
 _INPUT_GUARD, _OUTPUT_GUARD = 0xFF, 0xA5
 
-# The late check: its case, the launches that come before it, and the most µs that getting there may take.
+# The late check: its case, the launches before it, and the most µs that these launches may take.
 LATE_CASE = ("integers", 0)
 _LATE_LAUNCHES = (1024, 128, 64)
-_PAST = 8  # launches beyond the count
+_PAST = 8  # further launches after each count
 _SEARCH_US, _FINAL_US = 20_000.0, 250_000.0
 
-# A process that takes less memory than this in a trial does not leak.
+# A trial that takes less memory than this does not leak.
 LEAK_BYTES = 8 << 20
 
-_PRODUCT_EXTENTS = 3  # shapes with more extents count experts, too: they say nothing of bytes
+_PRODUCT_EXTENTS = 3  # the product of more extents (tokens, experts) is no number of elements
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One rank's inputs and what must come out.
+    """One rank's inputs and expected results.
 
     Attributes:
         kind: `random` or `integers`.
-        inputs: this rank's.
-        expected: float64.
-        exact: `expected` can be held by the output's dtype without rounding.
-        bits: what every ordered variant gives, in the output's dtype; None where the op promises none.
-        judged_bits: the judgement of `bits` once a variant gave them; what gives the same later is right, too.
+        inputs: this rank's inputs.
+        expected: the results in float64.
+        exact: the output's dtype holds `expected` without rounding.
+        bits: the result of every ordered variant, in the output's dtype; None where the op promises no bits.
+        judged_bits: the judgement of `bits`, once a variant gave them; the same bits are not judged again.
     """
 
     kind: str
@@ -82,7 +83,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One rank's finding: the largest relative error seen, and why it is wrong if it is."""
+    """One rank's judgement: the largest relative error, and the reason if the result is wrong."""
 
     error: float = 0.0
     reason: str = ""
@@ -93,7 +94,7 @@ class Judgement:
 
 
 def worst(found: Iterable[Judgement]) -> Judgement:
-    """The first that is wrong; if none is, the largest error."""
+    """The first wrong judgement; if all are right, the largest error."""
     error = 0.0
     for one in found:
         if not one.right:
@@ -103,15 +104,15 @@ def worst(found: Iterable[Judgement]) -> Judgement:
 
 
 def plan_cases(problem: Problem, *, full: bool) -> list[tuple[str, int]]:
-    """(kind, number) of the cases to launch at the very shape before it is timed, in order."""
+    """(kind, index) of the cases to launch at the problem's shape before it is timed, in order."""
     is_small = problem.nbytes <= LARGE_BYTES or len(problem.shape) > _PRODUCT_EXTENTS
     return [("random", 0), ("integers", 0)] if full and is_small else [("random", 0)]
 
 
 def odd_problems(op: OpSpec, problem: Problem) -> list[Problem]:
-    """Shapes next to the problem's that no vector width or world size divides evenly.
+    """Problems of shapes near this one that no vector width or world size divides evenly.
 
-    Of matrices, those with a row less and a row more; none of GEMMs.
+    Matrices lose or gain a row; GEMMs have no odd shapes.
     """
     if op.rank_of_shape > 2 or problem.nbytes > LARGE_BYTES:
         return []
@@ -123,7 +124,7 @@ def odd_problems(op: OpSpec, problem: Problem) -> list[Problem]:
 
 
 def make_case(op: OpSpec, problem: Problem, rank: int, *, kind: str, seed: int, device: torch.device) -> Case:
-    """Generate every rank's inputs from (seed, rank) and reduce them to what this rank must get."""
+    """Generate every rank's inputs from (seed, rank), and compute this rank's expected results."""
     everyone = [op.make_inputs(problem, peer, seed, kind, device) for peer in range(problem.world_size)]
     expected = op.reference(problem, everyone, rank)
     bits = op.ordered_reference(problem, everyone, rank) if op.ordered_reference else None
@@ -133,20 +134,20 @@ def make_case(op: OpSpec, problem: Problem, rank: int, *, kind: str, seed: int, 
 
 
 def fill_sentinel(tensors: Sequence[torch.Tensor]) -> None:
-    """Fill outputs with what no right result holds: NaN, or the least whole number."""
+    """Fill outputs with a value that no right result holds: NaN, or the least whole number."""
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guarded:
-    """A tensor and the bytes around it that nobody may write.
+    """A tensor and the guard bytes around it, which no launch may write.
 
     Attributes:
-        tensor: what launches are given.
-        name: what it is in sentences.
-        before, behind: uint8, next to the tensor; `before` is empty where it begins an allocation.
-        pattern: what every guard byte holds.
+        tensor: the tensor that launches get.
+        name: the tensor's name in sentences.
+        before, behind: guard bytes next to the tensor; `before` is empty if the tensor begins an allocation.
+        pattern: value of every guard byte.
     """
 
     tensor: torch.Tensor
@@ -159,10 +160,10 @@ class Guarded:
 def guard(like: torch.Tensor, name: str, *, is_input: bool, room: torch.Tensor | None = None) -> Guarded:
     """A tensor like `like`, strides included, with guard bytes around it.
 
-    `room` is memory to take instead of new one, uint8: the tensor begins where it does.
+    `room` is memory (uint8) to use instead of a new allocation; the tensor begins at its start.
     """
     span = like.element_size() * (1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)))
-    # The offset is a multiple of what allocators align to: the tensor lies as if it were alone.
+    # The offset is a multiple of the allocators' alignment: the tensor is aligned as if it were alone.
     begin, size = (GUARD_BYTES, span if like.numel() else 0) if room is None else (0, like.nbytes)
     if room is None:
         padded = -(-size // 16) * 16
@@ -176,7 +177,7 @@ def guard(like: torch.Tensor, name: str, *, is_input: bool, room: torch.Tensor |
 
 
 def find_damage(guarded: Sequence[Guarded]) -> str:
-    """Say which guard bytes were changed, and how far away, and restore them; waits for the device. Empty if none."""
+    """Report changed guard bytes and their distance, and restore them; "" if none changed. Waits for the device."""
     sides = [(one, side) for one in guarded for side in (one.before, one.behind)]
     counts = torch.stack([(side != one.pattern).sum() for one, side in sides]).tolist() if sides else []
     texts = []
@@ -191,7 +192,7 @@ def find_damage(guarded: Sequence[Guarded]) -> str:
 
 
 def launches_to_go(done: int, latency_us: float, *, final: bool) -> int:
-    """Further launches before a candidate that has made `done` is checked again, as many as cost little."""
+    """Further launches before the late check of a candidate that has made `done` launches, if they cost little."""
     for count in _LATE_LAUNCHES:
         if done >= count + _PAST:
             return 0
@@ -201,18 +202,15 @@ def launches_to_go(done: int, latency_us: float, *, final: bool) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory that this process holds on the host, and what is taken on the device but for PyTorch's cache."""
+    """Memory that this process holds on the host, and that its tensors take on the GPU, which others may use, too."""
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - read many times
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if device.type != "cuda":
-        return resident
-    free, total = torch.cuda.mem_get_info(device)
-    return resident + total - free - torch.cuda.memory_reserved(device) + torch.cuda.memory_allocated(device)
+    return resident + (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
 
 
-def rank_delay(seed: int, rank: int, step: int, device: torch.device) -> None:
-    """Hold this rank's stream (its thread, on the host) back by a time of its own."""
-    share = random.Random(f"{seed}-{rank}-{step}").random()  # noqa: S311
+def rank_delay(seed: int, rank: int, index: int, device: torch.device) -> None:
+    """Delay this rank's stream (its thread, on the host) before launch `index` by a random time of its own."""
+    share = random.Random(f"{seed}-{rank}-{index}").random()  # noqa: S311
     if device.type == "cuda":
         torch.cuda._sleep(int(share * _MAX_DELAY_CYCLES))  # type: ignore[no-untyped-call]
     else:
@@ -220,8 +218,8 @@ def rank_delay(seed: int, rank: int, step: int, device: torch.device) -> None:
 
 
 def judge(op: OpSpec, problem: Problem, case: Case, outputs: Tensors, *, ordered: bool) -> Judgement:
-    """Compare what came out with what must have."""
-    outputs = op.cleared(problem, (), outputs)[1]
+    """Compare results with the expected ones."""
+    outputs = op.mask_unspecified(problem, (), outputs)[1]
     if len(outputs) != len(case.expected):
         return Judgement(float("inf"), f"gave {len(outputs)} outputs where {len(case.expected)} are due")
     as_ordered = case.bits is not None and all(map(_same_bits, outputs, case.bits))
@@ -237,7 +235,7 @@ def judge(op: OpSpec, problem: Problem, case: Case, outputs: Tensors, *, ordered
 
 
 def are_kept(case: Case, inputs: Tensors) -> bool:
-    """True if these are still the case's inputs, bit for bit, after launches that read them."""
+    """True if these tensors still hold the case's inputs, bit for bit."""
     return all(map(_same_bits, inputs, case.inputs))
 
 

@@ -1,4 +1,4 @@
-"""One trial: bind, vote, check, vote, time. Every rank of the gang runs this in step."""
+"""One trial: bind, vote, check, vote, time. Every rank of the gang runs the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
 from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
+from tunedcomm.state import clean_process
 from tunedcomm.tuner.gang.group import Gang, Trouble, Vote, combine
 from tunedcomm.tuner.gang.protocol import (
     LOST,
@@ -29,11 +30,11 @@ from tunedcomm.tuner.gang.protocol import (
 from tunedcomm.tuner.measure import correctness as check
 from tunedcomm.tuner.measure import timing as measure
 from tunedcomm.tuner.measure.correctness import Case, Guarded, Judgement, Launch, Tensors
-from tunedcomm.tuner.measure.timing import Contender
+from tunedcomm.tuner.measure.timing import TimedRun
 
 
 class CompileCount:
-    """Counts the kernels that Triton compiles from now on, without failures, besides whoever listened before."""
+    """Counts the kernels that Triton compiles without failure from now on; an earlier listener still gets its calls."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -43,7 +44,7 @@ class CompileCount:
         knobs.compilation.listener = self._hear
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         from triton import knobs
 
         knobs.compilation.listener = self._before
@@ -54,24 +55,24 @@ class CompileCount:
             self._before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
 
 
-# (kind, number) of the cases to launch.
+# (kind, index) of the cases to launch; the index is added to the seed.
 Plan: TypeAlias = list[tuple[str, int]]
-_SLOT_OF_SECOND = 3  # behind those of the odd shapes
-# Launches of a candidate that seems to leak: it does if every batch takes more memory.
+_SLOT_OF_SECOND = 3  # after the slots of the odd shapes
+# A candidate leaks if every one of these batches of launches takes more memory.
 _LEAK_BATCHES, _LEAK_LAUNCHES = 5, 4
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if there was no memory for a tensor, on the GPU or on the host."""
+    """True if the error says that a tensor found no memory, on the GPU or on the host."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
-class Bench:
-    """One rank's tensors for one problem, used for every candidate of it.
+class ProblemTensors:
+    """One rank's tensors for one problem, shared by all candidates.
 
-    Benches that live at the same time have different slots; the one at slot 0 is timed, too. Tensors are made by
-    `make_cases`, `make_buffers` and `try_room`, in this order: by then what is too large for the memory has said so,
-    and no candidate is at work yet.
+    Objects that live at the same time have different slots; the one at slot 0 is also timed. `make_cases`,
+    `make_buffers` and `try_room` make the tensors, in this order, before any candidate runs: a problem that is too
+    large for the memory fails there.
     """
 
     def __init__(
@@ -79,26 +80,26 @@ class Bench:
     ) -> None:
         self.problem = problem
         self.op: OpSpec = get_op(problem.op)
-        self.contender: Contender | None = None
+        self.baseline_run: TimedRun | None = None
         self.baseline: Candidate | None = None
-        self.baseline_us = 0.0  # at its first look
+        self.baseline_us = 0.0  # of the first look
         self.calls = 0
         self.inputs: Tensors = ()
         self.outputs: Tensors = ()
-        self.further: tuple[Tensors, ...] = ()  # that timed launches take in turn with `inputs`, all of the first case
+        self.further: tuple[Tensors, ...] = ()  # copies of `inputs`, used in turn with them by timed launches
         self.guarded: list[Guarded] = []
         self._gang, self._seed, self._stream, self._slot = gang, seed, stream, slot
         self._handle = stream.cuda_stream if stream is not None else 0
         self._cases: dict[tuple[str, int], Case] = {}
-        self._second: tuple[Tensors, Tensors] | None = None  # inputs and outputs of every other launch of a graph
+        self._second: tuple[Tensors, Tensors] | None = None  # inputs and outputs of every second launch of a graph
 
     def make_cases(self, plan: Plan) -> None:
-        """Generate what the inputs hold and what must come out."""
-        for kind, number in [("random", 0), *plan]:
-            self.case(kind, number)
+        """Generate input values and expected results."""
+        for kind, index in [("random", 0), *plan]:
+            self.case(kind, index)
 
     def make_buffers(self) -> None:
-        """Allocate what launches read and write, once; collective where peers address the inputs."""
+        """Allocate inputs and outputs, once; collective where peers address the inputs."""
         if self.inputs:
             return
         self.inputs, self.outputs = self._buffers(self._slot)
@@ -110,36 +111,36 @@ class Bench:
         sizes = [tensor.nbytes + check.GUARD_BYTES for tensor in like]
         rooms = self._gang.symmetric_rooms(self.problem, sizes, slot)
         inputs = [
-            check.guard(tensor, f"input {number} {shape}", is_input=True, room=room)
-            for number, (tensor, room) in enumerate(zip(like, rooms, strict=True))
+            check.guard(tensor, f"input {index} {shape}", is_input=True, room=room)
+            for index, (tensor, room) in enumerate(zip(like, rooms, strict=True))
         ]
         made = () if self.problem.in_place else self.op.make_outputs(self.problem, self._gang.device)
-        outputs = [check.guard(t, f"output {number} {shape}", is_input=False) for number, t in enumerate(made)]
+        outputs = [check.guard(t, f"output {index} {shape}", is_input=False) for index, t in enumerate(made)]
         self.guarded += [*inputs, *outputs]
         given = tuple(one.tensor for one in inputs)
         return given, given if self.problem.in_place else tuple(one.tensor for one in outputs)
 
     def try_room(self, plan: Plan) -> None:
-        """Take once the memory that a check, and the timing, take beside all that: right results are judged."""
-        cases = [self.case(kind, number) for kind, number in plan]
+        """Allocate once the further memory that checks and timing need, by judging the expected results."""
+        cases = [self.case(kind, index) for kind, index in plan]
         results = [tuple(e.to(o.dtype) for e, o in zip(c.expected, self.outputs, strict=False)) for c in cases]
         self._judge(list(zip(cases, results, strict=True)), ordered=False)
         check.are_kept(cases[-1], self.inputs)
         if self._slot == 0 and not self.further:
-            cold = self.op.cold and self.problem.input_kind == "plain"
+            cold = self.op.time_cold and self.problem.input_kind == "plain"
             self.further = measure.further_turns(self.case("random", 0).inputs, cold=cold)
 
-    def case(self, kind: str, number: int) -> Case:
+    def case(self, kind: str, index: int) -> Case:
         """A case, generated once."""
-        if (kind, number) not in self._cases:
-            seed = self._seed + number
-            self._cases[kind, number] = check.make_case(
+        if (kind, index) not in self._cases:
+            seed = self._seed + index
+            self._cases[kind, index] = check.make_case(
                 self.op, self.problem, self._gang.rank, kind=kind, seed=seed, device=self._gang.device
             )
-        return self._cases[kind, number]
+        return self._cases[kind, index]
 
     def load(self, case: Case, buffers: tuple[Tensors, Tensors] | None = None) -> None:
-        """Put a case's inputs where launches read them, in stream order, and NaN where they write."""
+        """Copy a case's inputs into the buffers, in stream order, and fill outputs with NaN."""
         inputs, outputs = buffers or (self.inputs, self.outputs)
         for buffer, values in zip(inputs, case.inputs, strict=True):
             buffer.copy_(values)
@@ -147,18 +148,18 @@ class Bench:
             check.fill_sentinel(outputs)
 
     def repeat(self, launch: Launch, count: int) -> None:
-        """Launch with the inputs as they are, and wait."""
+        """Launch `count` times with the current inputs, and wait."""
         for _ in range(count):
             launch(self.inputs, self.outputs, self._handle)
         self._gang.synchronize()
 
     def check(self, launch: Launch, plan: Plan, *, ordered: bool) -> Judgement:
         """Launch every case of `plan` in a row, then judge them all; the first wrong one decides."""
-        cases = [self.case(kind, number) for kind, number in plan]
+        cases = [self.case(kind, index) for kind, index in plan]
         results = []
-        for step, case in enumerate(cases):
+        for index, case in enumerate(cases):
             self.load(case)
-            check.rank_delay(self._seed, self._gang.rank, step, self._gang.device)
+            check.rank_delay(self._seed, self._gang.rank, index, self._gang.device)
             launch(self.inputs, self.outputs, self._handle)
             results.append(tuple(output.clone() for output in self.outputs))
         found = self._judge_after(list(zip(cases, results, strict=True)), ordered=ordered)
@@ -167,22 +168,22 @@ class Bench:
             return Judgement(found.error, reason)
         return found
 
-    def check_replay(self, contender: Contender, launch: Launch, *, ordered: bool) -> Judgement:
-        """Judge what a captured contender leaves behind, and launches in a graph of which no two in a row are alike.
+    def check_replay(self, timed: TimedRun, launch: Launch, *, ordered: bool) -> Judgement:
+        """Judge the results of a captured run, then of a graph in which every launch has other inputs than the last.
 
-        All that a contender launches reads the same inputs, so it may well take what the launch before it left.
+        All launches of a run read the same inputs, so a launch could reuse data that the last one left behind.
         """
         found = Judgement(0.0)
         if not self.problem.in_place:
             case = self.case("random", 0)
             self.load(case)
-            contender.run()
+            timed.run()
             found = self._judge_after([(case, self.outputs)], ordered=ordered)
         if self._second is None or self._stream is None or not found.right:
             return found
         stream, turns = self._stream, [(self.inputs, self.outputs), self._second]
 
-        def run() -> None:
+        def launch_all() -> None:
             for inputs, outputs in turns * (1 if self.problem.in_place else 2):
                 launch(inputs, outputs, stream.cuda_stream)
 
@@ -192,8 +193,8 @@ class Bench:
             for case, buffers in zip(cases, turns, strict=True):
                 self.load(case, buffers)
 
-        load()  # a capture replays once, and indices among the inputs must be some
-        graph = measure.capture(run, stream)
+        load()  # a capture replays once, and indices among the inputs must be valid
+        graph = measure.capture(launch_all, stream)
         load()
         graph.replay()
         return self._judge_after([(c, outputs) for c, (_, outputs) in zip(cases, turns, strict=True)], ordered=ordered)
@@ -204,12 +205,12 @@ class Bench:
         return self._judge(launched, ordered=ordered)
 
     def _judge(self, launched: list[tuple[Case, Tensors]], *, ordered: bool) -> Judgement:
-        def judge(number: int, case: Case, result: Tensors) -> Judgement:
+        def judge(index: int, case: Case, result: Tensors) -> Judgement:
             found = check.judge(self.op, self.problem, case, result, ordered=ordered)
-            reason = f"wrong at launch {number} of shape {self.problem.shape}, {found.reason}"
+            reason = f"wrong at launch {index} of shape {self.problem.shape}, {found.reason}"
             return found if found.right else Judgement(found.error, reason)
 
-        return check.worst(judge(number, *one) for number, one in enumerate(launched, start=1))
+        return check.worst(judge(index, *one) for index, one in enumerate(launched, start=1))
 
 
 T = TypeVar("T")
@@ -218,19 +219,19 @@ _MAX_REASON = 600
 
 
 def _sentence(error: BaseException) -> str:
-    """The error, and the file and line where it was raised, in what a package brings or in ours."""
+    """The error, with the file and line that raised it."""
     text = f"{type(error).__name__}: {error}".strip()
     places = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(places[-1].filename).name}:{places[-1].lineno}" if places else ""
     return (text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + " …") + where
 
 
-# A candidate bound at the problem's own shape and, for a full check, at the odd shapes next to it: the cases to launch.
-_Bound: TypeAlias = list[tuple[Bench, Plan, Launch]]
+# A candidate bound at the problem's shape and, for a full check, at the odd shapes near it, with the cases to launch.
+_Bound: TypeAlias = list[tuple[ProblemTensors, Plan, Launch]]
 
 
 class _RefusedError(Exception):
-    """A trial ends here, by a vote: every rank raises this at the same place."""
+    """A vote ends the trial; every rank raises this at the same place."""
 
     def __init__(self, vote: Vote) -> None:
         super().__init__(vote.reason)
@@ -238,7 +239,7 @@ class _RefusedError(Exception):
 
 
 def _accept(vote: Vote) -> Vote:
-    """The vote, if it found no trouble."""
+    """The vote, or _RefusedError if it found trouble."""
     if vote.trouble:
         raise _RefusedError(vote)
     return vote
@@ -255,28 +256,30 @@ class TrialRunner:
         self._gang = gang
         self._settings = settings
         self._stream = torch.cuda.Stream(gang.device) if gang.on_gpu else None  # type: ignore[no-untyped-call]
-        self._benches: list[Bench] = []  # of the problem and, once there was a full check, of the odd shapes next to it
+        # Tensors of the problem and, after a full check, of the odd shapes near it.
+        self._tensors: list[ProblemTensors] = []
         self._is_full = False
         self._compiles = CompileCount()
-        # Of the trial under way: the error that its check found, memory taken after it, and what binding took.
+        # Of the current trial: error of its check, memory in use after the check, time and binaries of binding.
         self._error: float | None = None
         self._memory_bytes = 0
         self._bind_s, self._num_compiled = 0.0, 0
 
+    @clean_process()
     def run(self, command: Command) -> TrialResult:
-        """Run one trial; the same outcome on every rank."""
+        """Run one trial; the outcome is the same on every rank."""
         problem, candidate = command.trial
         self._error, self._bind_s, self._num_compiled = None, 0.0, 0
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._gang.report("bind", command.baseline or candidate)
             try:
-                bench = self._bench_for(problem, full=command.full_check)
-                if command.baseline is not None and command.baseline not in (bench.baseline, candidate):
-                    self._prepare_baseline(bench, command.baseline)
+                tensors = self._tensors_for(problem, full=command.full_check)
+                if command.baseline is not None and command.baseline not in (tensors.baseline, candidate):
+                    self._prepare_baseline(tensors, command.baseline)
                 self._gang.report("bind", candidate)
-                launch = self._prepare(bench, candidate, full=command.full_check)
+                launch = self._prepare(tensors, candidate, full=command.full_check)
                 self._memory_bytes = check.memory_bytes(self._gang.device)
-                outcome = self._time(bench, launch, candidate, command)
+                outcome = self._time(tensors, launch, candidate, command)
             except _RefusedError as refused:
                 vote = refused.vote
                 outcome = TrialResult(status=vote.trouble.status, reason=vote.reason, error=self._error)
@@ -285,18 +288,18 @@ class TrialRunner:
         return replace(outcome, bind_s=self._bind_s, compiled=self._num_compiled)
 
     def close(self) -> None:
-        """Give back the memory that trials took; no trial may follow."""
-        self._drop_benches()
+        """Free the memory of trials; no trial may follow."""
+        self._drop_tensors()
         self._compiles.close()
 
     def _left_clean(self, problem: Problem, outcome: TrialResult) -> TrialResult:
-        """The outcome, unless launches wrote where they may not, or left packets in an arena.
+        """The outcome; `incorrect` if launches wrote out of bounds or left packets in an arena.
 
-        Those would be the next candidate's wrong results, or its crash.
+        Such remains would become the next candidate's wrong results, or its crash.
         """
         self._gang.synchronize()
         self._gang.barrier()
-        damage = check.find_damage([one for bench in self._benches for one in bench.guarded])
+        damage = check.find_damage([one for tensors in self._tensors for one in tensors.guarded])
         faults = [damage] if damage else []
         workspace = self._gang.communicator.workspace
         if workspace is not None and (count := workspace.rearm(problem.mode)):
@@ -306,65 +309,70 @@ class TrialRunner:
             return outcome
         return TrialResult(status=vote.trouble.status, reason=vote.reason, error=outcome.error)
 
-    def _bench_for(self, problem: Problem, *, full: bool) -> Bench:
+    def _make_tensors(self, problem: Problem, slot: int) -> ProblemTensors:
+        return ProblemTensors(self._gang, problem, self._settings.seed, self._stream, slot=slot)
+
+    def _tensors_for(self, problem: Problem, *, full: bool) -> ProblemTensors:
         """The problem's tensors, if every rank has the memory for them.
 
-        A vote after each step, so that no rank waits in the next one for a rank that has none.
+        A vote follows each stage, so that no rank waits in the next stage for a rank that ran out of memory.
         """
-        if self._benches and self._benches[0].problem == problem and (self._is_full or not full):
-            return self._benches[0]
-        if not self._benches or self._benches[0].problem != problem:
-            self._drop_benches()  # before the next ones take memory
-            self._benches = [Bench(self._gang, problem, self._settings.seed, self._stream)]
+        if self._tensors and self._tensors[0].problem == problem and (self._is_full or not full):
+            return self._tensors[0]
+        if not self._tensors or self._tensors[0].problem != problem:
+            self._drop_tensors()  # before the next tensors take memory
+            self._tensors = [self._make_tensors(problem, 0)]
         if full:
-            shapes = check.odd_problems(self._benches[0].op, problem)
-            self._benches += [
-                Bench(self._gang, p, self._settings.seed, self._stream, slot=slot) for slot, p in enumerate(shapes, 1)
-            ]
+            shapes = check.odd_problems(self._tensors[0].op, problem)
+            self._tensors += [self._make_tensors(shape, slot) for slot, shape in enumerate(shapes, 1)]
         self._is_full = full
         plans = self._plans(full=full)
         plans[0][1].append(check.LATE_CASE)
-        steps: list[Callable[[Bench, Plan], None]] = [Bench.make_cases, lambda b, _: b.make_buffers(), Bench.try_room]
-        for step in steps:
+        stages: list[Callable[[ProblemTensors, Plan], None]] = [
+            ProblemTensors.make_cases,
+            lambda tensors, _: tensors.make_buffers(),
+            ProblemTensors.try_room,
+        ]
+        for stage in stages:
             trouble, reason = Trouble.NONE, ""
             try:
-                for bench, plan in plans:
-                    step(bench, plan)
+                for tensors, plan in plans:
+                    stage(tensors, plan)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 trouble, reason = Trouble.TOO_LARGE, _sentence(error)
             vote = self._gang.vote(trouble, reason)
             if vote.trouble:
-                self._drop_benches()
+                self._drop_tensors()
             _accept(vote)
-        return self._benches[0]
+        return self._tensors[0]
 
-    def _plans(self, *, full: bool) -> list[tuple[Bench, Plan]]:
-        """The benches of a check before anything is timed, each with the cases to launch."""
-        bench, *odd = self._benches
-        plans = [(bench, check.plan_cases(bench.problem, full=full))]
-        return plans + [(one, [("random" if number else "integers", 0)]) for number, one in enumerate(odd) if full]
+    def _plans(self, *, full: bool) -> list[tuple[ProblemTensors, Plan]]:
+        """The tensors of a check before the timing, each with the cases to launch."""
+        tensors, *odd = self._tensors
+        plans = [(tensors, check.plan_cases(tensors.problem, full=full))]
+        return plans + [(one, [("random" if index else "integers", 0)]) for index, one in enumerate(odd) if full]
 
-    def _drop_benches(self) -> None:
-        self._benches, self._is_full = [], False
+    def _drop_tensors(self) -> None:
+        self._tensors, self._is_full = [], False
         if self._gang.on_gpu:
             torch.cuda.empty_cache()
 
-    def _prepare(self, bench: Bench, candidate: Candidate, *, full: bool) -> Launch:
+    def _prepare(self, tensors: ProblemTensors, candidate: Candidate, *, full: bool) -> Launch:
         """Bind and check a candidate."""
-        bound = self._bind(bench, candidate, full=full)
+        bound = self._bind(tensors, candidate, full=full)
         self._gang.report("run", candidate)
         ordered = _is_ordered(candidate)
-        # All of them, whatever this rank finds: the others launch, too.
+        # Run every check, whatever this rank finds: the other ranks launch, too.
         vote = self._judge(
             lambda: check.worst([one.check(launch, plan, ordered=ordered) for one, plan, launch in bound])
         )
-        self._error = vote.number if math.isfinite(vote.number) else None
+        self._error = vote.value if math.isfinite(vote.value) else None
         _accept(vote)
         return bound[0][2]
 
-    def _bind(self, bench: Bench, candidate: Candidate, *, full: bool) -> _Bound:
+    def _bind(self, tensors: ProblemTensors, candidate: Candidate, *, full: bool) -> _Bound:
         """Bind on every rank and vote, before any rank launches."""
         bound: _Bound = []
         trouble, reason = Trouble.NONE, ""
@@ -373,7 +381,7 @@ class TrialRunner:
         plans = [
             (one, plan)
             for one, plan in self._plans(full=full)
-            if one is bench
+            if one is tensors
             or variant.infeasible_reason(one.problem, candidate.config_dict, communicator.limits) is None
         ]
         begin, before = time.perf_counter(), self._compiles.num_compiled
@@ -387,13 +395,13 @@ class TrialRunner:
             else:
                 trouble, reason = Trouble.COMPILE_ERROR, _sentence(error)
         vote = self._gang.vote(trouble, reason, time.perf_counter() - begin, self._compiles.num_compiled - before)
-        self._bind_s += vote.number
+        self._bind_s += vote.value
         self._num_compiled += vote.count
         _accept(vote)
         return bound
 
     def _guard(self, action: Callable[[], T]) -> tuple[T | None, Trouble, str]:
-        """Run what launches; an error becomes a ballot, and is left for the supervisor if nobody may answer."""
+        """Run a launch; an error becomes a ballot and is reported to the supervisor, in case no peer can vote."""
         try:
             return action(), Trouble.NONE, ""
         except PeerTimeoutError as error:
@@ -404,66 +412,66 @@ class TrialRunner:
             return None, Trouble.CRASHED, reason
 
     def _judge(self, action: Callable[[], Judgement], when: str = "") -> Vote:
-        """Run what launches and judges, and vote on what it found."""
+        """Launch and judge, then vote on the judgement."""
         found, trouble, reason = self._guard(action)
         if found is None:
             return self._gang.vote(trouble, reason)
         trouble = Trouble.NONE if found.right else Trouble.INCORRECT
         return self._gang.vote(trouble, f"{when}{found.reason}", found.error)
 
-    def _prepare_baseline(self, bench: Bench, baseline: Candidate) -> None:
-        """Bind, run and capture the library, where the problem did not begin with it."""
+    def _prepare_baseline(self, tensors: ProblemTensors, baseline: Candidate) -> None:
+        """Bind, run and capture the library, if it was not the problem's first candidate."""
         try:
-            contender = self._contend(bench, baseline, self._prepare(bench, baseline, full=False))
+            timed = self._timed_run(tensors, baseline, self._prepare(tensors, baseline, full=False))
         except _RefusedError as refused:
-            raise RuntimeError(f"the library ran {bench.problem} before and now fails: {refused}") from None
-        bench.contender, bench.baseline = contender, baseline
+            raise RuntimeError(f"the library ran {tensors.problem} before and now fails: {refused}") from None
+        tensors.baseline_run, tensors.baseline = timed, baseline
         self._error = None
 
-    def _contend(self, bench: Bench, candidate: Candidate, launch: Launch) -> Contender:
-        """Make a contender on every rank, and vote before any rank runs it.
+    def _timed_run(self, tensors: ProblemTensors, candidate: Candidate, launch: Launch) -> TimedRun:
+        """Make a timed run on every rank, and vote before any rank runs it.
 
-        The first one of a problem, the library if it runs, says how many launches a round has. On the host each says it
-        for itself, for they differ a hundredfold; an interpreted kernel has one.
+        On a GPU the problem's first candidate, the library if it runs, sets the launches of a round for all candidates.
+        On the host each candidate has its own count, since times differ a hundredfold; an interpreted kernel has one.
         """
         if self._stream is None and get_variant(candidate.op, candidate.variant).kernels:
-            return self._make_contender(bench, launch, 1)
+            return self._make_run(tensors, launch, 1)
         if self._stream is None:
             calls, lead = measure.calls_on_host(
                 lambda calls, lead: (
-                    self._rounds(bench, [self._make_contender(bench, launch, calls, lead=lead)], 2)[0].p50_us
+                    self._rounds(tensors, [self._make_run(tensors, launch, calls, lead=lead)], 2)[0].p50_us
                 )
             )
-            return self._make_contender(bench, launch, calls, lead=lead)
-        if not bench.calls:
-            (probe,) = self._rounds(bench, [self._make_contender(bench, launch, 10)], 2)
-            bench.calls = measure.calls_for(probe.p50_us)
-        return self._make_contender(bench, launch, bench.calls)
+            return self._make_run(tensors, launch, calls, lead=lead)
+        if not tensors.calls:
+            (probe,) = self._rounds(tensors, [self._make_run(tensors, launch, 10)], 2)
+            tensors.calls = measure.calls_for(probe.p50_us)
+        return self._make_run(tensors, launch, tensors.calls)
 
-    def _make_contender(self, bench: Bench, launch: Launch, calls: int, *, lead: bool = False) -> Contender:
-        def action() -> Contender:
-            return measure.contend(
+    def _make_run(self, tensors: ProblemTensors, launch: Launch, calls: int, *, lead: bool = False) -> TimedRun:
+        def action() -> TimedRun:
+            return measure.make_run(
                 launch,
-                bench.inputs,
-                bench.outputs,
+                tensors.inputs,
+                tensors.outputs,
                 calls=calls,
-                graph=bench.problem.mode == "graph",
+                graph=tensors.problem.mode == "graph",
                 stream=self._stream,
-                further=bench.further,
+                further=tensors.further,
                 lead=lead,
             )
 
-        contender, trouble, reason = self._guard(action)
+        timed, trouble, reason = self._guard(action)
         _accept(self._gang.vote(trouble, reason))
-        assert contender is not None
-        return contender
+        assert timed is not None
+        return timed
 
-    def _rounds(self, bench: Bench, contenders: Sequence[Contender], rounds: int) -> list[Latency]:
-        """Time contenders and exchange the times: the latencies are the same on every rank."""
+    def _rounds(self, tensors: ProblemTensors, timed_runs: Sequence[TimedRun], rounds: int) -> list[Latency]:
+        """Time runs and exchange the times: the latencies are the same on every rank."""
 
         def action() -> list[list[float]]:
-            bench.load(bench.case("random", 0))
-            times = measure.take_rounds(self._gang.device_barrier, contenders, rounds, self._stream)
+            tensors.load(tensors.case("random", 0))
+            times = measure.take_rounds(self._gang.device_barrier, timed_runs, rounds, self._stream)
             self._gang.communicator.check_peers()
             return times
 
@@ -471,44 +479,67 @@ class TrialRunner:
         everyone = self._gang.gather((int(trouble), reason, times or []))
         if any(row[0] for row in everyone):
             raise _RefusedError(combine([row[:2] for row in everyone]))
-        return [measure.summarise([row[2][index] for row in everyone]) for index in range(len(contenders))]
+        return [measure.summarise([row[2][index] for row in everyone]) for index in range(len(timed_runs))]
 
-    def _time(self, bench: Bench, launch: Launch, candidate: Candidate, command: Command) -> TrialResult:
-        """Time a first look and, within reach of the best, more samples, interleaved with the library."""
+    def _time(self, tensors: ProblemTensors, launch: Launch, candidate: Candidate, command: Command) -> TrialResult:
+        """Time a first look, then more rounds interleaved with the library if the best latency is within reach."""
         ordered = _is_ordered(candidate)
-        contender = self._contend(bench, candidate, launch)
-        if candidate == command.baseline and bench.baseline is None:
-            bench.contender, bench.baseline = contender, candidate
-        (look,) = self._rounds(bench, [contender], self._settings.first_rounds)
-        if candidate == bench.baseline:
-            bench.baseline_us = bench.baseline_us or look.p50_us
-        if self._stream is not None and bench.problem.mode == "graph":
-            _accept(self._judge(lambda: bench.check_replay(contender, launch, ordered=ordered), "replayed: "))
-        # From numbers that every rank holds: the gathered look, and the command.
+        timed = self._timed_run(tensors, candidate, launch)
+        if candidate == command.baseline and tensors.baseline is None:
+            tensors.baseline_run, tensors.baseline = timed, candidate
+        (look,) = self._rounds(tensors, [timed], self._settings.first_rounds)
+        if candidate == tensors.baseline:
+            tensors.baseline_us = tensors.baseline_us or look.p50_us
+        if self._stream is not None and tensors.problem.mode == "graph":
+            _accept(self._judge(lambda: tensors.check_replay(timed, launch, ordered=ordered), "replayed: "))
+        # Every rank holds the same look and command, so all ranks get the same count.
         rounds = rounds_after_look(command, look.p50_us, self._settings)
         if not rounds:
             return pruned(command, look, self._error)
-        contenders = [contender] if bench.contender is None else [contender, bench.contender]
+        timed_runs = [timed] if tensors.baseline_run is None else [timed, tensors.baseline_run]
         if most_us := self._settings.round_budget_us:
-            library_us = bench.baseline_us * (bench.contender.calls if bench.contender is not None else 0)
-            rounds = min(rounds, max(2, int(most_us / (contender.calls * look.p50_us + library_us))))
-        latencies = self._rounds(bench, contenders, rounds)
-        done = (self._settings.first_rounds + rounds) * contender.calls
-        is_long = command.final and not self._settings.short
+            library_us = tensors.baseline_us * (tensors.baseline_run.calls if tensors.baseline_run is not None else 0)
+            rounds = min(rounds, max(2, int(most_us / (timed.calls * look.p50_us + library_us))))
+        latencies = self._rounds(tensors, timed_runs, rounds)
+        done = (self._settings.first_rounds + rounds) * timed.calls
+        is_long = command.final and not self._settings.in_job
         more = check.launches_to_go(done, latencies[0].p50_us, final=is_long)
-        self._check_late(bench, contender, launch, done, more, ordered=ordered)
+        self._check_late(tensors, timed, launch, done, more, ordered=ordered)
         baseline_us = latencies[1].p50_us if len(latencies) > 1 else None
-        return TrialResult(status="ok", latency=latencies[0], baseline_us=baseline_us, error=self._error)
+        share = self._in_place_share(tensors, timed, candidate, rounds, command)
+        return TrialResult(
+            status="ok", latency=latencies[0], baseline_us=baseline_us, error=self._error, in_place_share=share
+        )
+
+    def _in_place_share(
+        self, tensors: ProblemTensors, timed: TimedRun, candidate: Candidate, rounds: int, command: Command
+    ) -> float | None:
+        """The library's time in place over its time here, where a caller may do without the copy; None elsewhere."""
+        may_be = tensors.op.in_place and not tensors.problem.in_place and not (command.final or self._settings.in_job)
+        if not may_be or not get_variant(candidate.op, candidate.variant).is_library:
+            return None
+        in_place = replace(tensors.problem, in_place=True, input_kind="plain")
+
+        def bind() -> Launch:
+            launch: Launch = self._gang.communicator.bind(in_place, candidate)
+            return lambda inputs, outputs, stream: launch(inputs, inputs, stream)
+
+        bound, trouble, reason = self._guard(bind)
+        _accept(self._gang.vote(trouble, reason))
+        assert bound is not None
+        other = self._make_run(tensors, bound, timed.calls, lead=timed.lead is not None)
+        here, there = self._rounds(tensors, [timed, other], rounds)
+        return there.p50_us / here.p50_us
 
     def _check_late(
-        self, bench: Bench, contender: Contender, launch: Launch, done: int, more: int, *, ordered: bool
+        self, tensors: ProblemTensors, timed: TimedRun, launch: Launch, done: int, more: int, *, ordered: bool
     ) -> None:
-        """Check what has made `done` launches, and makes `more` first, with other inputs than those; find its leaks."""
+        """Check a candidate with other inputs after its `done` timed launches and `more` launches; find leaks."""
 
         def action() -> Judgement:
-            for _ in range(-(-more // contender.calls)):
-                contender.run()
-            return bench.check(launch, [check.LATE_CASE], ordered=ordered)
+            for _ in range(-(-more // timed.calls)):
+                timed.run()
+            return tensors.check(launch, [check.LATE_CASE], ordered=ordered)
 
         found, trouble, reason = self._guard(action)
         if found is not None and not found.right:
@@ -516,14 +547,14 @@ class TrialRunner:
         grown = check.memory_bytes(self._gang.device) - self._memory_bytes
         vote = _accept(self._gang.vote(trouble, reason, count=max(0, grown)))
         if vote.count > check.LEAK_BYTES:
-            self._find_leak(bench, launch)
+            self._find_leak(tensors, launch)
 
-    def _find_leak(self, bench: Bench, launch: Launch) -> None:
-        """Refuse a candidate of which every batch of launches takes more memory; what it keeps for later is no leak."""
+    def _find_leak(self, tensors: ProblemTensors, launch: Launch) -> None:
+        """Refuse a candidate if every batch of launches takes more memory; memory taken once is no leak."""
         total = 0
         for _ in range(_LEAK_BATCHES):
             before = check.memory_bytes(self._gang.device)
-            _, trouble, reason = self._guard(lambda: bench.repeat(launch, _LEAK_LAUNCHES))
+            _, trouble, reason = self._guard(lambda: tensors.repeat(launch, _LEAK_LAUNCHES))
             grown = check.memory_bytes(self._gang.device) - before
             vote = _accept(self._gang.vote(trouble, reason, count=max(0, grown)))
             if vote.count < check.LEAK_BYTES // _LEAK_BATCHES:

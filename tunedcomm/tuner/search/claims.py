@@ -1,9 +1,9 @@
 """Claims of supervisors on the candidates that they run now, in one table of the tuned database.
 
-A supervisor inserts a claim before it runs a candidate, and deletes it with the transaction that stores the trial. So
-whoever gets a claim and then finds no stored trial is the only one that runs the candidate. A claim has expired when
-its owner has ended, as far as this kernel can tell, or has sent no heartbeat for `GRACE_S`; anyone may take it over
-then.
+A supervisor inserts a claim before it runs a candidate, and deletes it in the transaction that stores the trial. So a
+supervisor that gets a claim and then finds no stored trial is the only one that runs the candidate. A claim expires
+when its owner has ended, as far as this kernel can tell, or has sent no heartbeat for `GRACE_S`. Any supervisor may
+take an expired claim over.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tunedcomm.db.records import Reader, Trial, canonical_json
 from tunedcomm.db.schema import ClaimRow, ProblemRow, TrialRow, UtcDateTime
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseError
+from tunedcomm.hardware import kernel_identity, process_start
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.gang.process import kernel_identity, process_start
 
 HEARTBEAT_S = 20.0
 GRACE_S = 90.0
 _CLOSE_S = 5.0
-# A server gives ids out before rows can be seen: new trials are looked for from so many ids before the last one seen.
+# A server assigns ids before rows are visible: a search for new trials begins this many ids before the last one seen.
 _ID_LAG = 1000
 _PROBLEM_ID = select(ProblemRow.id).where(ProblemRow.digest == bindparam("digest")).scalar_subquery()
 _OTHERS = select(TrialRow.id).where(
@@ -62,7 +62,7 @@ class Claim:
 
 
 def owner_id(*, host: str = "", kernel: str = "", pid: int = 0) -> str:
-    """An owner's name in the table: by default this process, and different at every call."""
+    """Name of an owner in the table; by default of this process, and different at every call."""
     pid = pid or os.getpid()
     return canonical_json(
         [host or socket.gethostname(), kernel or kernel_identity(), pid, process_start(pid), uuid.uuid4().hex]
@@ -78,17 +78,17 @@ def owner_lives(owner: str) -> bool | None:
 
 
 class Claims:
-    """This supervisor's view of what others on its database run and have run. Make it after a fork, not before.
+    """This supervisor's claims, and its view of other supervisors' trials. Make it after a fork, not before.
 
     Args:
         database: writable.
         environment: digest of the environment in which trials run.
         source_digest: an op's name to a digest of the sources of its variants.
-        run_id: of this supervisor's trials, which are no news to it.
-        known: trials that are no news either.
-        owner: this supervisor, see `owner_id`.
-        heartbeat_s: between two heartbeats, sent from a thread.
-        grace_s: an owner that this kernel cannot see is dead after so long without a heartbeat.
+        run_id: run of this supervisor, whose trials are not news.
+        known: further trials that are not news.
+        owner: name of this supervisor, see `owner_id`.
+        heartbeat_s: seconds between two heartbeats, which a thread sends.
+        grace_s: an owner that this kernel cannot see is dead after this many seconds without a heartbeat.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Claims:
         self._seen: dict[Problem, set[int]] = {}
         for trial in known:
             self._seen.setdefault(trial.problem, set()).add(trial.id or 0)
-        self._fresh: dict[Problem, set[int]] = {}  # ids that were seen, of trials that were not yet read
-        self._flying: dict[tuple[Problem, bool], tuple[float, frozenset[Candidate]]] = {}  # when it was read
+        self._fresh: dict[Problem, set[int]] = {}  # ids of new trials that `news` has not read yet
+        self._flying: dict[tuple[Problem, bool], tuple[float, frozenset[Candidate]]] = {}  # with the time of reading
         self._searches: dict[tuple[Problem, bool], str] = {}
-        # When each heartbeat was first seen to be too old. A clock that jumps, or a server that was away, makes living
-        # owners look dead until they send the next one.
+        # Time at which each heartbeat was first seen to be too old. After a jump of the clock, or an outage of the
+        # server, living owners look dead until their next heartbeat.
         self._suspects: dict[tuple[str, datetime], float] = {}
         self._beaten = _uptime_s()
         self._is_late = False
@@ -123,7 +123,7 @@ class Claims:
         self._heart.start()
 
     def acquire(self, problem: Problem, candidate: Candidate, *, final: bool) -> Claim | None:
-        """Claim a candidate; None while another supervisor has it. `news` knows then whether its trial is stored."""
+        """Claim a candidate; None while another supervisor has it. `news` then includes its trial if one is stored."""
         search = self._search(problem, final)
         text = canonical_json([candidate.variant, candidate.config_dict])
         key = _digest([search, text])
@@ -133,13 +133,13 @@ class Claims:
             row = {"key": key, "search": search, "candidate": text, "owner": self.owner, "heartbeat_at": func.now()}
             connection.execute(insert(ClaimRow).values(row).on_conflict_do_nothing())
             held = connection.execute(_HELD.where(ClaimRow.key == key).with_for_update()).one_or_none()
-            # None if its owner has ended it meanwhile: it is free at the next attempt.
-            is_mine = held is not None and bool(held.owner == self.owner)
-            if held is not None and not is_mine and self._has_expired(held):
+            # None if the owner has just ended the claim: the candidate is free at the next attempt.
+            is_owner = held is not None and bool(held.owner == self.owner)
+            if held is not None and not is_owner and self._has_expired(held):
                 connection.execute(update(ClaimRow).where(ClaimRow.key == key).values(row))
-                is_mine = True
-            self._look(connection, problem)  # after the claim: sees whatever was run before it
-            return is_mine
+                is_owner = True
+            self._look(connection, problem)  # after the claim, so that it sees every earlier trial
+            return is_owner
 
         if not self._database.change(attempt):
             return None
@@ -163,7 +163,7 @@ class Claims:
         self._database.record(trials, then=lambda connection: connection.execute(ended))
 
     def release(self, claims: Iterable[Claim]) -> None:
-        """End claims whose candidates were not run after all. Ignores those that were taken over."""
+        """End claims whose candidates were not run after all. Ignores claims that were taken over."""
         ended = self._end(claims)
         self._database.change(lambda connection: connection.execute(ended))
 
@@ -174,7 +174,7 @@ class Claims:
     def in_flight(self, problem: Problem, *, final: bool, max_age_s: float = 0.0) -> frozenset[Candidate]:
         """Candidates of a problem that other live supervisors run, as of at most `max_age_s` ago.
 
-        `news` knows what they had stored by then.
+        `news` then includes the trials that they had stored by that time.
         """
         read_at, flying = self._flying.get((problem, final), (-math.inf, frozenset()))
         if time.monotonic() - read_at < max_age_s:
@@ -193,15 +193,15 @@ class Claims:
         return flying
 
     def _look(self, connection: Connection, problem: Problem) -> None:
-        """Note which trials of a problem others have stored."""
+        """Note the ids of trials of a problem that other supervisors have stored."""
         seen = self._seen.setdefault(problem, set())
-        asked = {"digest": problem.digest, "after_id": max(max(seen, default=0) - _ID_LAG, 0), "run_id": self._run_id}
-        fresh = set(connection.execute(_OTHERS, asked).scalars()) - seen
+        bound = {"digest": problem.digest, "after_id": max(max(seen, default=0) - _ID_LAG, 0), "run_id": self._run_id}
+        fresh = set(connection.execute(_OTHERS, bound).scalars()) - seen
         seen |= fresh
         self._fresh.setdefault(problem, set()).update(fresh)
 
     def news(self, problem: Problem) -> list[Trial]:
-        """Trials of a problem that others have stored, as far as this one has looked; each is told once."""
+        """Trials of a problem that others had stored by the last look; each trial is returned once."""
         if not (fresh := self._fresh.pop(problem, None)):
             return []
         found = self._database.trials(problem=problem, after_id=min(fresh) - 1)
@@ -237,10 +237,10 @@ class Claims:
             begin = _uptime_s()
             try:
                 self._database.change(lambda connection: connection.execute(beat))
-            except DatabaseError as error:  # the main thread meets and reports it too
+            except DatabaseError as error:  # the main thread meets the same error and reports it
                 _log.debug("no heartbeat: %s", error)
                 continue
-            # Others may have taken claims over meanwhile: from now on `holds` asks.
+            # Other supervisors may have taken claims over: from now on `holds` asks the database.
             self._is_late = self._is_late or begin - self._beaten >= self._grace_s
             self._beaten = begin
 
@@ -250,5 +250,5 @@ def _digest(values: list[object]) -> str:
 
 
 def _uptime_s() -> float:
-    """Seconds that also pass while the machine is suspended."""
+    """Monotonic seconds; they also pass while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from tunedcomm.db.records import Trial
+from tunedcomm.db.snapshot import snapshot_of
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.select import Decision, Registered, choose
 from tunedcomm.spec import (
     Candidate,
     Limits,
@@ -56,6 +58,7 @@ class Knowledge:
         self.environment, self.limits = environment, limits
         self._retry = retry
         self._source_hash = source_hash
+        self.catalog = Registered(limits, source_hash)
         self._results: dict[Problem, dict[Candidate, Trial]] = {problem: {} for problem in problems}
         self._finals: dict[Problem, dict[Candidate, Trial]] = {problem: {} for problem in self._results}
         self._proposals: dict[Problem, list[Trial]] = {}
@@ -90,6 +93,11 @@ class Knowledge:
         """True if the candidate, which failed before the sweep, is tried again; the library always is."""
         may = self._retry or is_library(trial.candidate)
         return may and trial.status in FAILED and (trial.problem, trial.candidate) not in self._tried
+
+    def library(self, problem: Problem) -> Candidate:
+        """The library with its default config."""
+        variant = get_variant(problem.op, "library")
+        return Candidate.of(problem.op, variant.name, variant.default_config(problem, self.limits))
 
     def trials(self, problem: Problem) -> list[Trial]:
         """The last trial of each candidate in the search and in the finals, oldest first."""
@@ -130,11 +138,16 @@ class Knowledge:
         """
         return min(self._challengers(problem, _NARROWEST[numerics]).values(), default=math.inf)
 
-    def winners(self, problem: Problem, count: int, policy: NumericsPolicy = "any") -> list[Candidate]:
-        """The best `count` challengers that may be chosen under `policy`, best first; equal times in a fixed order."""
+    def answer(self, problem: Problem) -> Decision:
+        """Dispatch's answer by what is known of this problem alone."""
+        snapshot = snapshot_of(self.environment, problem.world_size, self.trials(problem))
+        return choose(snapshot, problem, self.catalog)
+
+    def fastest(self, problem: Problem, count: int, policy: NumericsPolicy = "any") -> list[Candidate]:
+        """The fastest `count` challengers of the search under `policy`, to search on from; by time, then by name."""
         cost = self._challengers(problem, policy)
         ranked = sorted(cost, key=lambda candidate: (cost[candidate], str(candidate)))
-        return [c for c in ranked if get_variant(problem.op, c.variant).bounded][:count]
+        return [c for c in ranked if get_variant(problem.op, c.variant).waits_time_out][:count]
 
     def best_per_sm_limit(self, problem: Problem, policy: NumericsPolicy = "default") -> list[Candidate]:
         """The fastest challengers that take at most 1, 2, 4, … SMs, for callers that compute beside the call."""
@@ -142,7 +155,7 @@ class Knowledge:
         for candidate in cost:
             variant = get_variant(problem.op, candidate.variant)
             taken = variant.num_blocks(problem, candidate.config_dict)
-            if variant.bounded and taken >= 0:
+            if variant.waits_time_out and taken >= 0:
                 sms[candidate] = taken
         limits = [0, *(1 << exponent for exponent in range(_MAX_SMS.bit_length()))]
         fitting = [[c for c in sms if sms[c] <= limit] for limit in limits]
@@ -164,7 +177,7 @@ class Knowledge:
         near.sort(key=lambda o: (abs(math.log2(message_bytes(o) + 1) - here), o.family != problem.family, str(o)))
         found: list[Candidate] = []
         for other in near[:3]:
-            found += self.winners(other, count)
+            found += self.fastest(other, count)
         stored = sorted(self._proposals.get(problem, []), key=lambda trial: trial.latency_p50_us or math.inf)
         found += [trial.candidate for trial in stored[:count]]
         return self.feasible(problem, found)
@@ -182,9 +195,9 @@ class Knowledge:
         wins: dict[Candidate, int] = {}
         best: set[Candidate] = set()
         for problem in problems:
-            first = [c for policy in ("default", "ordered", "any") for c in self.winners(problem, 1, policy)]
+            first = [c for policy in ("default", "ordered", "any") for c in self.fastest(problem, 1, policy)]
             best.update(first)
-            for candidate in dict.fromkeys([*first, *self.winners(problem, per_shape, "default")]):
+            for candidate in dict.fromkeys([*first, *self.fastest(problem, per_shape, "default")]):
                 wins[candidate] = wins.get(candidate, 0) + 1
         ranked = sorted(wins, key=lambda candidate: (candidate not in best, -wins[candidate], str(candidate)))
         return ranked[: max(_MAX_FINALISTS, len(best))]

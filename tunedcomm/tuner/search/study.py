@@ -1,4 +1,4 @@
-"""Chooses the next candidate of a problem: seeds, then everything where the space is small, else by Optuna's TPE."""
+"""Chooses the next candidate of a problem: seeds first, then all candidates of a small space, else Optuna's TPE."""
 
 from __future__ import annotations
 
@@ -24,12 +24,22 @@ from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, SuggestsCategorical, Value
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
+from tunedcomm.spec import (
+    Candidate,
+    Limits,
+    NumericsPolicy,
+    Problem,
+    candidates,
+    get_op,
+    get_variant,
+    usual_variants,
+    variants,
+)
 from tunedcomm.tuner.gang.protocol import Settings
 
-# Candidates drawn at random before the model is trusted; seeds and stored trials count.
+# Candidates drawn at random before the model is used; seeds and stored trials count.
 _STARTUP_TRIALS = 16
-# Draws before a candidate is taken at random: only where a draw's variant has nothing left.
+# Draws before a candidate is taken at random; a draw is repeated only if its variant has no candidate left.
 _MAX_DRAWS = 4
 _MIRROR_CLOSE_S = 30.0
 _log = logging.getLogger("tunedcomm")
@@ -44,7 +54,7 @@ def families(problems: Iterable[Problem]) -> list[list[Problem]]:
 
 
 def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
-    """The library, then every other variant's default config; a warning for each that is not in its space."""
+    """The library, then every other variant's default config; warns of a default that is not in its space."""
     found = []
     for variant in variants(problem.op).values():
         try:
@@ -56,19 +66,10 @@ def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
 
 
 def search_space(problem: Problem, limits: Limits, settings: Settings) -> list[Candidate]:
-    """Every feasible candidate that the settings leave in.
-
-    Where a variant of CPU tensors is known to be fast, interpreted kernels are searched only if they are named.
-    """
-    known = variants(problem.op)
-    wanted = {*settings.variants, "library"} if settings.variants else None
-    if wanted is None and limits.backend == "host" and any(v.untuned(problem, limits) for v in known.values()):
-        wanted = {name for name, variant in known.items() if not variant.kernels}
-    return [
-        candidate
-        for candidate in candidates(problem, limits, settings.policy)
-        if wanted is None or candidate.variant in wanted
-    ]
+    """Every feasible candidate that the settings leave in; of interpreted kernels those that are named."""
+    usual = usual_variants(problem.op, on_gpu=limits.backend == "cuda")
+    wanted = {"library", *settings.variants} if settings.variants else usual
+    return [candidate for candidate in candidates(problem, limits, settings.policy) if candidate.variant in wanted]
 
 
 def infeasible_variants(problem: Problem, limits: Limits, policy: NumericsPolicy) -> Iterator[tuple[Candidate, str]]:
@@ -99,11 +100,11 @@ def interleave(found: Sequence[Candidate]) -> list[Candidate]:
 class Search:
     """The order in which the candidates of one problem are tried.
 
-    It reads results and keeps none: the same settings, feasible set, seeds and results give the same next candidate, so
-    that a search that is begun again goes on from where it stood.
+    It reads results and keeps none: the same settings, feasible set, seeds and results give the same next candidate. So
+    a search that is started again continues where it stopped.
 
     Args:
-        problem: what is tuned.
+        problem: the problem.
         feasible: every candidate that may be tried.
         settings: trials, patience and seed.
         seeds: tried first, in this order.
@@ -136,9 +137,9 @@ class Search:
         """The next candidate, or None if there is none.
 
         Args:
-            known: those that were tried, in that order, with their latency if they ran.
-            busy: those that are being tried.
-            dropped: variants that are left alone.
+            known: candidates that were tried, in that order, with their latency if they ran.
+            busy: candidates that run now.
+            dropped: variants that are not tried.
         """
         allowed = self._allowed(dropped)
         left = [candidate for candidate in allowed if candidate not in known and candidate not in busy]
@@ -157,14 +158,14 @@ class Search:
         return found
 
     def _listed(self, allowed: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The candidates to try in this order after the seeds, and before any is drawn."""
+        """The candidates to try after the seeds, in this order, before any candidate is drawn."""
         return interleave(allowed) if len(allowed) <= self._settings.trials else ()
 
     def _draw(self, tried: Mapping[Candidate, float | None], left: Sequence[Candidate], num_begun: int) -> Candidate:
-        """One of those that are left, by Optuna's model of those that were tried.
+        """One of the candidates `left`, by Optuna's model of the candidates `tried`.
 
-        A sampler of discrete values repeats itself and knows nothing of feasibility. What it draws stands for the
-        nearest candidate that is left, so that a repeated optimum leads on to its neighbours.
+        A sampler of discrete values repeats itself and ignores feasibility. Its draw stands for the nearest candidate
+        that is left, so that a repeated optimum leads on to its neighbours.
         """
         rng = random.Random(f"{self._settings.seed}-{self._problem.digest}-{num_begun}")  # noqa: S311
         if self._study is None:
@@ -180,7 +181,7 @@ class Search:
         for _ in range(_MAX_DRAWS):
             trial = self._study.ask()
             variant = str(trial.suggest_categorical("variant", sorted(self._spaces)))
-            # The values of an axis are ints, bools and strings alone, and so is what is drawn of them.
+            # An axis has ints, bools and strings alone, and so does a draw.
             config = self._spaces[variant].suggest(cast("SuggestsCategorical", trial), prefix=f"{variant}.")
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # its result is added when it is known
             drawn = Candidate.of(self._problem.op, variant, config)
@@ -192,7 +193,7 @@ class Search:
 
 
 class LocalSearch(Search):
-    """Goes on next to the best after its seeds: for searches that end long before a model of the space is any good."""
+    """Tries the neighbours of the best after the seeds, for searches too short for a model of the space."""
 
     def _listed(self, allowed: Sequence[Candidate]) -> Sequence[Candidate]:
         return ()
@@ -217,7 +218,7 @@ def _num_without_gain(latencies: Iterable[float | None]) -> int:
 
 
 def _distance(space: Space, one: Candidate, other: Candidate) -> int:
-    """Steps along the axes from one config to another."""
+    """Number of axis values between one config and another, summed over the axes."""
     a, b = one.config_dict, other.config_dict
     return sum(abs(axis.values().index(a[name]) - axis.values().index(b[name])) for name, axis in space.axes)
 
@@ -225,7 +226,7 @@ def _distance(space: Space, one: Candidate, other: Candidate) -> int:
 def _optuna_trial(
     candidate: Candidate, spaces: Mapping[str, Space], latency_us: float | None, **attributes: str
 ) -> optuna.trial.FrozenTrial:
-    """A finished trial; a failed one counts as pruned, which to TPE is worse than everything that ran."""
+    """A finished trial; a failed one counts as pruned, which TPE ranks below every trial that ran."""
     params: dict[str, Any] = {"variant": candidate.variant}
     distributions: dict[str, optuna.distributions.BaseDistribution] = {
         "variant": optuna.distributions.CategoricalDistribution(sorted(spaces))

@@ -1,25 +1,24 @@
 """Open models and the shapes that tensor parallelism makes of them.
 
-The sizes are in models.json beside this file, each with its source. A projection that is split by columns has its input
-gathered (`ag_gemm`); one that is split by rows leaves every rank a partial sum of the whole output, which is reduced
-(`all_reduce`, `gemm_rs`, `gemm_ar`). Between the two, sequence parallelism leaves every rank the hidden states of its
-share of the tokens (`all_gather`, `reduce_scatter`). Routed experts are dealt out to the same ranks, and each rank
-sends them its share of the tokens (`ep_dispatch`, `ep_combine`); their grouped GEMM is no shape of these ops.
+models.json beside this file holds the sizes, each with its source. A projection that is split by columns needs the
+input of every rank (`ag_gemm`). A projection that is split by rows leaves every rank a partial sum of the whole output,
+which is reduced (`all_reduce`, `gemm_rs`, `gemm_ar`). Between the two, sequence parallelism leaves every rank the
+hidden states of its share of the tokens (`all_gather`, `reduce_scatter`). Routed experts are dealt out to the same
+ranks, and each rank sends them its share of the tokens (`ep_dispatch`, `ep_combine`). `OpSpec.model_shapes` makes an
+op's shapes of a `Shard`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, TypeAlias
+from typing import Any
 
 from tunedcomm.errors import UnknownNameError, UnsupportedInputError
-from tunedcomm.spec import did_you_mean
-
-Shape: TypeAlias = tuple[int, ...]
+from tunedcomm.spec import OpSpec, did_you_mean, ops
 
 DEFAULT_TOKENS: tuple[int, ...] = tuple(1 << power for power in range(15))
 
@@ -75,7 +74,7 @@ class Model:
         name: the name that `--model` takes.
         aliases: further names, of models with the same sizes.
         intermediate_size: of the dense layers; None where every layer has experts.
-        num_layers, num_dense_layers: all layers, and those of them without experts.
+        num_layers, num_dense_layers: all layers, and the layers without experts.
         num_heads, num_kv_heads: attention heads, and heads that keys and values have.
         head_dim: of a query's head.
         dtype: of the activations, which is what ranks send.
@@ -129,7 +128,7 @@ def _model(name: str, entry: Mapping[str, Any]) -> Model:
 @functools.cache
 def catalog() -> dict[str, Model]:
     """The models that ship with tunedcomm, by name."""
-    return parse_catalog(files("tunedcomm.tuner").joinpath("models.json").read_text(encoding="utf-8"))
+    return parse_catalog(files("tunedcomm.cli").joinpath("models.json").read_text(encoding="utf-8"))
 
 
 def find_model(name: str) -> Model:
@@ -172,33 +171,6 @@ def _check_split(model: Model, tp: int) -> None:
         )
 
 
-def column_parallel(model: Model, tp: int) -> tuple[Projection, ...]:
-    """One rank's share of every projection whose input all ranks need.
-
-    Gate and up are one matrix, as are queries, keys and values. Latent attention compresses on every rank alike and is
-    split where it expands again. `tp` splits the model evenly.
-    """
-    heads, hidden = model.num_heads // tp, model.hidden_size
-    found: list[Projection] = []
-    if model.latent is None:
-        kv_heads = max(1, model.num_kv_heads // tp)
-        found.append(Projection("qkv", (heads + 2 * kv_heads) * model.head_dim, hidden))
-    else:
-        latent = model.latent
-        found.append(Projection("q_b", heads * model.head_dim, latent.q_lora_rank))
-        found.append(Projection("kv_b", heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank))
-    found += [Projection(f"{name}gate_up", 2 * size // tp, hidden) for name, size in _mlps(model)]
-    return tuple(found)
-
-
-def row_parallel(model: Model, tp: int) -> tuple[Projection, ...]:
-    """One rank's share of every projection whose output is summed over the ranks. `tp` splits the model evenly."""
-    head_dim = model.head_dim if model.latent is None else model.latent.v_head_dim
-    found = [Projection("o", model.hidden_size, model.num_heads // tp * head_dim)]
-    found += [Projection(f"{name}down", model.hidden_size, size // tp) for name, size in _mlps(model)]
-    return tuple(found)
-
-
 def _mlps(model: Model) -> list[tuple[str, int]]:
     """Name and columns of the MLPs that every token goes through."""
     found = [] if model.intermediate_size is None else [("", model.intermediate_size)]
@@ -207,57 +179,83 @@ def _mlps(model: Model) -> list[tuple[str, int]]:
     return found
 
 
-def _share(tokens: int, tp: int) -> int:
-    """Tokens of each rank under sequence parallelism: padded where the ranks cannot share them equally."""
-    return -(-tokens // tp)
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share of a model.
+
+    Attributes:
+        model: the model.
+        tp: degree of tensor parallelism, which splits the model evenly.
+        tokens: tokens of one forward pass, of all sequences together.
+    """
+
+    model: Model
+    tp: int
+    tokens: int
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of each rank under sequence parallelism, padded so that all ranks have equally many."""
+        return -(-self.tokens // self.tp)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of all ranks, padding included."""
+        return self.tokens_per_rank * self.tp
+
+    @property
+    def column_parallel(self) -> tuple[Projection, ...]:
+        """The rank's share of every projection whose input all ranks need.
+
+        Gate and up are one matrix; so are queries, keys and values. Latent attention compresses on every rank alike and
+        is split where it expands again.
+        """
+        model = self.model
+        heads, hidden = model.num_heads // self.tp, model.hidden_size
+        found: list[Projection] = []
+        if model.latent is None:
+            kv_heads = max(1, model.num_kv_heads // self.tp)
+            found.append(Projection("qkv", (heads + 2 * kv_heads) * model.head_dim, hidden))
+        else:
+            latent = model.latent
+            found.append(Projection("q_b", heads * model.head_dim, latent.q_lora_rank))
+            found.append(Projection("kv_b", heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank))
+        found += [Projection(f"{name}gate_up", 2 * size // self.tp, hidden) for name, size in _mlps(model)]
+        return tuple(found)
+
+    @property
+    def row_parallel(self) -> tuple[Projection, ...]:
+        """The rank's share of every projection whose output is summed over the ranks."""
+        model = self.model
+        head_dim = model.head_dim if model.latent is None else model.latent.v_head_dim
+        found = [Projection("o", model.hidden_size, model.num_heads // self.tp * head_dim)]
+        found += [Projection(f"{name}down", model.hidden_size, size // self.tp) for name, size in _mlps(model)]
+        return tuple(found)
 
 
-def _routed(model: Model, tp: int, tokens: int) -> list[Shape]:
-    """Tokens of a rank, hidden size, experts of a token and experts; nothing for a dense model."""
-    experts = model.experts
-    if experts is None:
-        return []
-    return [(_share(tokens, tp), model.hidden_size, experts.num_experts_per_token, experts.num_experts)]
-
-
-# An op whose shapes follow from a model has its line here; nothing else needs to know. What is gathered or scattered is
-# padded, so that every rank has as many rows.
-SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
-    "all_gather": lambda model, tp, tokens: [(_share(tokens, tp) * model.hidden_size,)],
-    "all_reduce": lambda model, tp, tokens: [(tokens * model.hidden_size,)],
-    "reduce_scatter": lambda model, tp, tokens: [(_share(tokens, tp) * model.hidden_size,)],
-    "all_reduce_bias": lambda model, tp, tokens: [(tokens, model.hidden_size)],
-    "all_reduce_rms_norm": lambda model, tp, tokens: [(tokens, model.hidden_size)],
-    "ag_gemm": lambda model, tp, tokens: [(_share(tokens, tp) * tp, p.n, p.k) for p in column_parallel(model, tp)],
-    "gemm_rs": lambda model, tp, tokens: [(_share(tokens, tp) * tp, p.n, p.k) for p in row_parallel(model, tp)],
-    "ep_dispatch": _routed,
-    "ep_combine": _routed,
-    "gemm_ar": lambda model, tp, tokens: [(tokens, p.n, p.k) for p in row_parallel(model, tp)],
-}
-
-
-def shapes_for(models: Sequence[Model], tp: int, tokens: Sequence[int], op: str) -> tuple[Shape, ...]:
+def shapes_for(models: Sequence[Model], tp: int, tokens: Sequence[int], op: OpSpec) -> tuple[tuple[int, ...], ...]:
     """Canonical shapes of `op` in these models, each once, smallest first.
 
     Args:
         models: the models.
         tp: degree of tensor parallelism, which is the world size.
-        tokens: tokens in a step, of all sequences together.
-        op: name of the op.
+        tokens: tokens of one forward pass, of all sequences together.
+        op: the op.
 
     Raises:
-        UnsupportedInputError: the op's shapes do not follow from a model, or no model has any, `tp` does not split a
-            model evenly, or a count of tokens is below 1.
+        UnsupportedInputError: the op has no shapes of models, or no shape of these models; `tp` does not split a model
+            evenly; or a count of tokens is below 1.
     """
-    if op not in SHAPES:
+    if op.model_shapes is None:
+        known = ", ".join(name for name, spec in ops().items() if spec.model_shapes is not None)
         raise UnsupportedInputError(
-            f"shapes of {op} do not follow from a model, those of {', '.join(SHAPES)} do; pass them with --shape"
+            f"shapes of {op.name} do not follow from a model; shapes of {known} do. Pass shapes with --shape"
         )
     if wrong := [count for count in tokens if count < 1]:
-        raise UnsupportedInputError(f"a step has at least 1 token, got {wrong[0]}; correct --tokens")
+        raise UnsupportedInputError(f"a forward pass has at least 1 token, got {wrong[0]}; correct --tokens")
     for model in models:
         _check_split(model, tp)
-    found = {shape for model in models for count in tokens for shape in SHAPES[op](model, tp, count)}
+    found = {shape for model in models for count in tokens for shape in op.model_shapes(Shard(model, tp, count))}
     if not found:
-        raise UnsupportedInputError(f"{', '.join(model.name for model in models)}: dense models have no {op}")
+        raise UnsupportedInputError(f"{', '.join(model.name for model in models)}: dense models have no {op.name}")
     return tuple(sorted(found))

@@ -1,13 +1,14 @@
-"""The engine that copies databases: any form of one is read as lines, and one writer adds them to a database.
+"""One stream of records between databases: copies, imports, merges and exports are a reader, this stream and a writer.
 
-The forms are SQLite files, database servers, and JSON lines. Every value is checked on its way, and a new column of the
-models is copied without a change here.
+A record is a typed value: an environment, run, variant, trial or pin. Each comes after the records that it refers to.
+There is a reader for each format, databases (SQLite files, servers) and JSON lines, and one writer. Every value is
+checked on the way, and a new column of the models is copied without a change here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,23 +35,22 @@ from tunedcomm.db import query
 from tunedcomm.db.engine import Target, connected, create_file, parse_target
 from tunedcomm.db.jsonl import Record, is_jsonl, read_lines
 from tunedcomm.db.query import table
-from tunedcomm.db.records import Pin, Reader, Run, Skipped, StoredVariant, Trial, canonical_json, own_columns
+from tunedcomm.db.records import Pin, Reader, Run, Skipped, Trial, canonical_json, own_columns
 from tunedcomm.db.schema import PinRow, RunRow, TrialRow, VariantRow
 from tunedcomm.db.store import Database, get_or_create, trial_rows
 from tunedcomm.errors import DatabaseCorruptError
-from tunedcomm.hardware import Environment
 
 _BATCH = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absorbed:
-    """The part that one source had in a merge.
+    """The share of one source in a merge.
 
     Attributes:
         source: the file or server.
         trials: trials that it holds.
-        known: those of them that were there already, equal in every column.
+        known: trials that the target had already, equal in every column.
     """
 
     source: str
@@ -77,11 +77,8 @@ def absorb(connection: Connection, source: str | Path, skipped: Skipped | None =
         DatabaseAwayError: the server does not answer.
     """
     target = parse_target(source)
-    with _records(target, skipped) as records, connection.begin():
-        writer = _Writer(connection)
-        for record in records:
-            writer.add(record)
-        trials, known = writer.finish()
+    with _read(target, skipped) as records, connection.begin():
+        trials, known = _write(connection, records)
     return Absorbed(source=str(target), trials=trials, known=known)
 
 
@@ -96,8 +93,8 @@ def as_database(source: str | Path, scratch: Path) -> str:
 
 
 @contextmanager
-def _records(target: Target, skipped: Skipped | None) -> Iterator[Iterator[Record]]:
-    """Read the records of a database of any form, each after those that it refers to."""
+def _read(target: Target, skipped: Skipped | None) -> Iterator[Iterator[Record]]:
+    """Read the records of a database of any form, each after the records that it refers to."""
     if target.path is not None and is_jsonl(target.path):
         yield read_lines(target.path)
         return
@@ -127,95 +124,75 @@ class _Refusal(Skipped):
         )
 
 
-class _Writer:
-    """Adds records to a database, each after those that it refers to.
-
-    Args:
-        connection: in a transaction that writes.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._had_variants = connection.execute(select(VariantRow.id).limit(1)).first() is not None
-        columns = [Column(column.name, column.type) for column in table(TrialRow).columns]
-        self._trials = Table("incoming", MetaData(), *columns, prefixes=["TEMPORARY"])
-        self._trials.create(connection, checkfirst=False)
-        self._batch: list[Trial] = []
-        self._num_trials = 0
-        # Ids of the source's runs to those of ours.
-        self._runs: dict[int | None, int] = {}
-
-    def add(self, record: Record) -> None:
-        """Take one record."""
-        match record:
-            case Trial():
-                self._batch.append(record)
-                if len(self._batch) >= _BATCH:
-                    self._flush()
-            case Run():
-                self._runs[record.id] = self._run_id(record)
-            case Pin():
-                self._add_pin(record)
-            case Environment():
-                get_or_create(self._connection, [record])
-            case StoredVariant():
-                get_or_create(self._connection, [record])
-
-    def finish(self) -> tuple[int, int]:
-        """Append the trials that are new; returns how many were given, and how many of them were there."""
-        self._flush()
-        if self._connection.dialect.name == "postgresql":
-            self._connection.exec_driver_sql("ANALYZE incoming")
-        ours, theirs = table(TrialRow), self._trials
-        names = [column.name for column in ours.columns if column.name != "id"]
-        there = exists().where(_same(ours, theirs, names)).select_from(ours).correlate(theirs)
-        known = self._connection.execute(select(func.count()).select_from(theirs).where(there)).scalar_one()
-        new = select(*(theirs.c[name] for name in names)).where(~there).order_by(theirs.c.id)
-        self._connection.execute(insert(ours).from_select(names, new))
-        self._trials.drop(self._connection, checkfirst=False)
-        if self._had_variants and known < self._num_trials:
-            _order_variants(self._connection)
-        return self._num_trials, int(known)
-
-    def _flush(self) -> None:
-        rows = trial_rows(self._connection, self._batch)
-        for row in rows:
-            self._num_trials += 1
-            row |= {"id": self._num_trials, "run_id": self._runs.get(row["run_id"])}
-        if rows:
-            self._connection.execute(insert(self._trials), rows)
-        self._batch.clear()
-
-    def _run_id(self, run: Run) -> int:
-        """The id of a run; a copy that was made while its command ran does not know its end."""
-        ours = table(RunRow)
-        values = {column.name: getattr(run, column.name) for column in own_columns(RunRow)}
-        same = [ours.c[name].is_not_distinct_from(values[name]) for name in values if name != "finished_at"]
-        id_ = self._connection.execute(select(func.min(ours.c.id)).where(*same)).scalar()
-        if id_ is None:
-            id_ = self._connection.execute(insert(ours).values(values).returning(ours.c.id)).scalar_one()
-        elif run.finished_at is not None:
-            unfinished = update(ours).where(ours.c.id == id_, ours.c.finished_at.is_(None))
-            self._connection.execute(unfinished.values(finished_at=run.finished_at))
-        return int(id_)
-
-    def _add_pin(self, pin: Pin) -> None:
-        ours, candidate = table(PinRow), pin.candidate
-        of = {
-            "problem_id": get_or_create(self._connection, [pin.problem])[pin.problem],
-            "environment_id": get_or_create(self._connection, [pin.environment])[pin.environment],
-        }
-        same = and_(*(ours.c[name] == id_ for name, id_ in of.items()))
-        self._connection.execute(delete(ours).where(same, ours.c.created_at < pin.created_at))
-        if self._connection.execute(select(ours.c.id).where(same)).first() is None:
-            values = {"reason": pin.reason, "user": pin.user, "created_at": pin.created_at}
-            chosen = {"variant": candidate.variant, "config": canonical_json(candidate.config_dict)}
-            self._connection.execute(insert(ours).values(of | chosen | values))
+def _write(connection: Connection, records: Iterable[Record]) -> tuple[int, int]:
+    """Add records to a database, within a transaction; returns how many trials were given, and how many were there."""
+    had_variants = connection.execute(select(VariantRow.id).limit(1)).first() is not None
+    ours = table(TrialRow)
+    columns = [Column(column.name, column.type) for column in ours.columns]
+    incoming = Table("incoming", MetaData(), *columns, prefixes=["TEMPORARY"])
+    incoming.create(connection, checkfirst=False)
+    num_trials = 0
+    # Id of a run in the source to its id in this database.
+    runs: dict[int | None, int] = {}
+    groups: Iterator[tuple[type, Iterator[Any]]] = itertools.groupby(records, key=type)
+    for kind, group in groups:
+        if kind is Trial:
+            while rows := trial_rows(connection, list(itertools.islice(group, _BATCH))):
+                for row in rows:
+                    num_trials += 1
+                    row |= {"id": num_trials, "run_id": runs.get(row["run_id"])}
+                connection.execute(insert(incoming), rows)
+        elif kind is Run:
+            runs |= {run.id: _run_id(connection, run) for run in group}
+        elif kind is Pin:
+            for pin in group:
+                _add_pin(connection, pin)
+        else:
+            get_or_create(connection, group)
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("ANALYZE incoming")
+    names = [column.name for column in ours.columns if column.name != "id"]
+    is_known = exists().where(_same(ours, incoming, names)).select_from(ours).correlate(incoming)
+    known = int(connection.execute(select(func.count()).select_from(incoming).where(is_known)).scalar_one())
+    new = select(*(incoming.c[name] for name in names)).where(~is_known).order_by(incoming.c.id)
+    connection.execute(insert(ours).from_select(names, new))
+    incoming.drop(connection, checkfirst=False)
+    if had_variants and known < num_trials:
+        _order_variants(connection)
+    return num_trials, known
 
 
-def _same(ours: Table, theirs: Table, names: list[str]) -> ColumnElement[bool]:
+def _run_id(connection: Connection, run: Run) -> int:
+    """The id of a run; a copy that was made while its command ran does not know its end."""
+    ours = table(RunRow)
+    values = {column.name: getattr(run, column.name) for column in own_columns(RunRow)}
+    same = [ours.c[name].is_not_distinct_from(values[name]) for name in values if name != "finished_at"]
+    id_ = connection.execute(select(func.min(ours.c.id)).where(*same)).scalar()
+    if id_ is None:
+        id_ = connection.execute(insert(ours).values(values).returning(ours.c.id)).scalar_one()
+    elif run.finished_at is not None:
+        unfinished = update(ours).where(ours.c.id == id_, ours.c.finished_at.is_(None))
+        connection.execute(unfinished.values(finished_at=run.finished_at))
+    return int(id_)
+
+
+def _add_pin(connection: Connection, pin: Pin) -> None:
+    ours, candidate = table(PinRow), pin.candidate
+    of = {
+        "problem_id": get_or_create(connection, [pin.problem])[pin.problem],
+        "environment_id": get_or_create(connection, [pin.environment])[pin.environment],
+    }
+    same = and_(*(ours.c[name] == id_ for name, id_ in of.items()))
+    connection.execute(delete(ours).where(same, ours.c.created_at < pin.created_at))
+    if connection.execute(select(ours.c.id).where(same)).first() is None:
+        values = {"reason": pin.reason, "user": pin.user, "created_at": pin.created_at}
+        chosen = {"variant": candidate.variant, "config": canonical_json(candidate.config_dict)}
+        connection.execute(insert(ours).values(of | chosen | values))
+
+
+def _same(ours: Table, incoming: Table, names: list[str]) -> ColumnElement[bool]:
     """NULL equals NULL; where there is none a plain comparison lets a server use hashes and indexes."""
-    pairs = [(ours.c[name], theirs.c[name]) for name in names]
+    pairs = [(ours.c[name], incoming.c[name]) for name in names]
     return and_(*(one.is_not_distinct_from(other) if one.nullable else one == other for one, other in pairs))
 
 

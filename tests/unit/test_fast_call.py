@@ -1,0 +1,33 @@
+"""The functions that are written for repeated calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tunedcomm.kernels.common.launch import AddressLaunch
+from tunedcomm.ops import fast_call
+from tunedcomm.ops.adapter import CallSignature
+from tunedcomm.ops.call import paths
+
+
+def test_the_docstring_shows_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function for `all_reduce(x)`, launched by addresses as on GPUs, is in the module's docstring as it is."""
+    monkeypatch.setattr(fast_call, "_device_type", "cuda")
+    communicator: Any = SimpleNamespace(
+        device_index=0, device=torch.device("cpu"), status_view=[0], last_streams=[0, 0], any_symmetric=False
+    )
+    plan: Any = SimpleNamespace(launch=AddressLaunch(print), wants_aligned=True)
+    x = torch.ones(64)
+    asked = CallSignature(("sum",), (True, False), (-1,), None, None, False, "default")
+    written = fast_call.write_fast_call(
+        communicator, paths["all_reduce"].adapter, plan, ((x, None), (x.clone(),)), asked
+    )
+    assert written is not None
+    function = written[0].partition("\n    def call")[2].rpartition("    return call")[0]
+    shown = (fast_call.__doc__ or "").partition("    def call")[2]
+    assert function
+    assert shown.strip() == function.strip()
