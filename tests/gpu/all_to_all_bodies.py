@@ -178,11 +178,10 @@ def unequal_body() -> dict[str, object]:
                 tunedcomm.ep_combine(sent.tokens, sent, weights)
             assert torch.equal(tunedcomm.ep_combine(sent.tokens, sent, weights), x * (ids >= 0).sum(1, keepdim=True))
             checked += 1
-    # Rows in use that a rank lacks are not read; it learns of them afterwards.
+    # Rows in use that a rank lacks are not read; it learns of them in this call, or afterwards.
     sent = tunedcomm.ep_dispatch(x, ids, num_experts=2 * world_size, layout="contiguous")
-    with tunedcomm.force("ep_combine", "push"):
+    with tunedcomm.force("ep_combine", "push"), ends(rank == 0, "expert_out"):
         tunedcomm.ep_combine(sent.tokens[: 1 if rank == 0 else None], sent, weights)
-    with ends(rank == 0, "expert_out"):
         if rank:
             torch.cuda.synchronize()
             time.sleep(1.0)

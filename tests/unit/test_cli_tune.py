@@ -233,6 +233,14 @@ def test_the_library_is_compared_with_itself_in_one_form() -> None:
     assert summarise_problem(PROBLEM, rows, rows[1].candidate, in_place_share=0.5).best_library_us == 7.0
 
 
+def test_a_problem_that_the_library_wins_is_solved() -> None:
+    """Also where dispatch takes a variant by rule of thumb, since `--variants` left it out."""
+    unmeasured = Candidate.of("all_reduce", "host_one_shot", {})
+    library = best(variant="library", config={}, final=False)
+    result = summarise_problem(PROBLEM, [library, best(final=False)], unmeasured)
+    assert (result.best, result.speedup) == (library, 1.0)
+
+
 def test_a_problem_that_the_budget_did_not_reach_is_named_and_no_failure(sweep: Sweep) -> None:
     missing = result(problem=OTHER, best=None, library_us=None, num_trials=0, failures={}, reached=False)
     sweep.result = outcome(result(), missing)

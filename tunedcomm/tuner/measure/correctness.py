@@ -179,7 +179,9 @@ def guard(like: torch.Tensor, name: str, *, is_input: bool, room: torch.Tensor |
 def find_damage(guarded: Sequence[Guarded]) -> str:
     """Report changed guard bytes and their distance, and restore them; "" if none changed. Waits for the device."""
     sides = [(one, side) for one in guarded for side in (one.before, one.behind)]
-    counts = torch.stack([(side != one.pattern).sum() for one, side in sides]).tolist() if sides else []
+    # An op may have inputs on the host beside those on the GPU.
+    counts = [(side != one.pattern).sum().to(sides[0][1].device) for one, side in sides]
+    counts = torch.stack(counts).tolist() if sides else []
     texts = []
     for (one, side), count in zip(sides, counts, strict=True):
         if count:

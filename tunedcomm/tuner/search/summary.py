@@ -62,16 +62,18 @@ def summarise_problem(
 ) -> ProblemResult:
     """Summarise the trials of one problem in one environment, given oldest first; none of a problem not `reached`.
 
-    `chosen` is the candidate that dispatch takes; its final counts before its search. `in_place_share` is the library's
-    time in place over its time at the problem.
+    `chosen` is the candidate that dispatch takes; its final counts before its search. Where dispatch takes a variant that
+    was not measured, by rule of thumb, the library is the best. `in_place_share` is the library's time in place over its
+    time at the problem.
     """
     known = list(records) if reached else []
     latest: dict[tuple[Candidate, bool], Trial] = {(r.candidate, r.final): r for r in known}
     tried = [record for (_, final), record in latest.items() if not final and was_tried(record.status)]
     ran = {r.candidate: r for r in sorted(latest.values(), key=lambda r: r.final) if r.status == "ok"}
-    best = None if chosen is None else ran.get(chosen)
+    ran_library = next((r for r in ran.values() if r.variant == "library"), None)
+    best = None if chosen is None else ran.get(chosen, ran_library)
     library = [record for record in known if record.variant == "library"]
-    library_us = next((r.latency_p50_us for r in ran.values() if r.variant == "library"), None)
+    library_us = None if ran_library is None else ran_library.latency_p50_us
     in_place_us = None
     if best is not None and best.variant != "library":  # the library's own trial is another run
         library_us = best.baseline_p50_us or library_us

@@ -169,6 +169,9 @@ class SweepRun:
         if gang.problem is None or known is None:
             return gang
         answer = known.answer(gang.problem)
+        if answer.latency_us is None:  # dispatch goes by rule of thumb, beside a library that has been measured
+            library_us = known.settled(gang.problem).get(known.library(gang.problem))
+            return replace(gang, best_us=library_us, library_us=library_us)
         library_us = answer.latency_us if answer.candidate.variant == "library" else answer.library_us
         return replace(gang, best_us=answer.latency_us, library_us=library_us)
 
