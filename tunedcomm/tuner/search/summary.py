@@ -62,9 +62,9 @@ def summarise_problem(
 ) -> ProblemResult:
     """Summarise the trials of one problem in one environment, given oldest first; none of a problem not `reached`.
 
-    `chosen` is the candidate that dispatch takes; its final counts before its search. Where dispatch takes a variant that
-    was not measured, by rule of thumb, the library is the best. `in_place_share` is the library's time in place over its
-    time at the problem.
+    `chosen` is the candidate that dispatch takes; its final counts before its search. Where dispatch takes a variant
+    that was not measured, by rule of thumb, the library is the best. `in_place_share` is the library's time in place
+    over its time at the problem.
     """
     known = list(records) if reached else []
     latest: dict[tuple[Candidate, bool], Trial] = {(r.candidate, r.final): r for r in known}
