@@ -22,7 +22,7 @@ import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import ops, variants
 
-__all__ = ["CLEAN", "STATES", "Results", "cases", "differences", "results_of"]
+__all__ = ["CLEAN", "ON_GPUS", "STATES", "Results", "cases", "differences", "results_of"]
 
 FP8 = torch.float8_e4m3fn
 CLEAN = "clean"
@@ -88,12 +88,18 @@ STATES: dict[str, Callable[[str], contextlib.AbstractContextManager[Any]]] = {
     "medium precision": lambda device: _set(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
     ),
-    "autocast": lambda device: torch.autocast(device, dtype=torch.bfloat16),
+    "autocast": lambda device: torch.autocast(torch.device(device).type, dtype=torch.bfloat16),
     "deterministic": lambda device: _set(
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
     ),
     "fake tensors": lambda device: FakeTensorMode(),
     "compiled": lambda device: contextlib.nullcontext(),
+}
+# States of programs on GPUs: on a machine with one GPU this one changes nothing.
+ON_GPUS: dict[str, Callable[[str], contextlib.AbstractContextManager[Any]]] = {
+    "another GPU is current": lambda device: torch.cuda.device(
+        ((torch.device(device).index or 0) + 1) % torch.cuda.device_count()
+    ),
 }
 
 
@@ -264,12 +270,12 @@ def results_of(
     Each case runs what dispatch chooses, then the library, then kernels; what is compiled, the first alone.
 
     Args:
-        state: of `STATES`; holds on `ranks` alone, the others make the same calls without it.
+        state: of `STATES` or `ON_GPUS`; holds on `ranks` alone, the others make the same calls without it.
         kernels: case to the variants that are forced besides; None for all that can run.
     """
     group, every = dist.new_group(), cases(rank, world_size, device)
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
-    here = STATES[state if rank in ranks else CLEAN]
+    here = {**STATES, **ON_GPUS}[state if rank in ranks else CLEAN]
     is_fake, is_traced = state == "fake tensors", state == "compiled" and rank in ranks
     assert {case.op for case in every.values()} >= set(ops()), "an op has no case"
     with here(device):  # the group's set-up

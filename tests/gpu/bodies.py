@@ -330,6 +330,26 @@ def current_device_body() -> dict[str, object]:
                 for found in (out, held, made):
                     assert found.device == base.device
                     assert torch.equal(found, torch.full_like(found, total)), (stream, current)
+    # A group whose first call, captures and replays are made while another device is current.
+    group = dist.new_group()
+    torch.cuda.set_device(other)
+    try:
+        assert torch.equal(tunedcomm.all_reduce(base, group=group), torch.full_like(base, total))
+        assert tunedcomm.symmetric_empty(64, dtype=torch.float32).device == base.device
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            tunedcomm.all_reduce(base, out=out, group=group)
+        assert torch.cuda.current_device() == other
+        for turn in range(3):
+            base.fill_(turn * (rank + 1.0))
+            out.zero_()
+            graph.replay()
+            torch.cuda.synchronize(rank)
+            assert torch.equal(out, torch.full_like(out, turn * total)), turn
+        del graph
+        tunedcomm.release_communicator(group)
+    finally:
+        torch.cuda.set_device(rank)
     return {}
 
 

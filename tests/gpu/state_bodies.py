@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies import captured
-from program_states import CLEAN, STATES, differences, results_of
+from program_states import CLEAN, ON_GPUS, STATES, differences, results_of
 
 import tunedcomm
 
@@ -25,10 +25,11 @@ def surroundings_body() -> dict[str, object]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products want it
     rank, world_size, count = dist.get_rank(), dist.get_world_size(), 0
     only, every = os.environ.get("STATE"), tuple(range(world_size))
-    wanted = results_of(CLEAN, every, rank, world_size, "cuda")
-    for state in [only] if only else [name for name in STATES if name != CLEAN]:
+    device = f"cuda:{torch.cuda.current_device()}"
+    wanted = results_of(CLEAN, every, rank, world_size, device)
+    for state in [only] if only else [name for name in (*ON_GPUS, *STATES) if name != CLEAN]:
         for who, ranks in (("all ranks", every), ("rank 0 alone", (0,))):
-            found = results_of(state, ranks, rank, world_size, "cuda")
+            found = results_of(state, ranks, rank, world_size, device)
             wrong = differences(state, found, wanted)
             assert not wrong, "\n".join([f"{len(wrong)} of {len(found)} on rank {rank}", *wrong])
             torch.cuda.synchronize()

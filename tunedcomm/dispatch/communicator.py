@@ -81,6 +81,11 @@ def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
 
 
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A block in which a GPU is the current one; nothing for CPU tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _is_capturing(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
@@ -384,9 +389,10 @@ class Communicator:
 
     @contextlib.contextmanager
     def whole(self, what: str) -> Iterator[None]:
-        """A block that ends the group on every rank if an exception leaves it midway."""
+        """A block on the group's device that ends the group on every rank if an exception leaves it midway."""
         try:
-            yield
+            with current(self.device):
+                yield
         except BaseException as error:
             if getattr(error, "ends_group", True):
                 self.abandon(what, error)
@@ -526,7 +532,8 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
     """The communicator of a group (None: the default group), made at the first call; collective then.
 
     Args:
-        device: where the tensors live; by default the current CUDA device, or the CPU where there is none.
+        device: where the tensors live; by default the GPU that the group was given (`device_id`), else the current CUDA
+            device, or the CPU where there is none.
 
     Raises:
         NotInitializedError: torch.distributed is not initialised.
@@ -537,8 +544,6 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
             "torch.distributed has no default process group; start the program with torchrun and call "
             "torch.distributed.init_process_group() first"
         )
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     resolved = dist.group.WORLD if group is None else group
     if not isinstance(resolved, dist.ProcessGroup) and resolved != dist.GroupMember.NON_GROUP_MEMBER:
         raise GroupError(
@@ -554,6 +559,8 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
             f"rank {dist.get_rank()} is not a member of the group {group!r}, or the group was destroyed; only the "
             "ranks that were given to torch.distributed.new_group() may call on it"
         )
+    if device is None or device == torch.device("cuda"):
+        device = _usual_device(resolved)
     key = (resolved, device.type)
     found = _communicators.get(key)
     if found is None:
@@ -576,7 +583,7 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
         _drop_destroyed()
         found = Communicator.__new__(Communicator)
         try:
-            with clean_thread():
+            with clean_thread(), current(device):
                 Communicator.__init__(found, resolved, device)
             _communicators[key] = found
         except BaseException as error:
@@ -587,6 +594,13 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
         if (known := dist.distributed_c10d._world.pg_map.get(resolved)) is not None:
             weakref.finalize(known[1], _forget_calls).atexit = False
     return found
+
+
+def _usual_device(group: dist.ProcessGroup) -> torch.device:
+    """Where a group's tensors live if nobody says: what the group was given, whichever device is current."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return getattr(group, "bound_device_id", None) or torch.device("cuda", torch.cuda.current_device())
 
 
 def _forget_calls() -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.agreement import policies
-from tunedcomm.dispatch.communicator import Communicator, end_group, get_communicator, on_forget
+from tunedcomm.dispatch.communicator import Communicator, current, end_group, get_communicator, on_forget
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy
 from tunedcomm.dispatch.launches import is_putting_off, when_due
 from tunedcomm.dispatch.plans import Plan, check_library, library_plan, plan_for
@@ -361,10 +361,25 @@ class CallPath(Generic[Result]):
         numerics: NumericsPolicy | None,
         max_sms: int | None,
     ) -> Result:
-        """`call` for plain tensors, at once."""
-        adapter, x = self.adapter, tensors[0]
+        """`call` for plain tensors, at once, on the tensors' device whichever is current."""
+        x = tensors[0]
         if not isinstance(x, torch.Tensor):
-            check_input(adapter.op, x, self._names[0])
+            check_input(self.adapter.op, x, self._names[0])
+        if x.is_cuda and x.get_device() != current_device():
+            with torch.cuda.device(x.device):
+                return self.serve_here(tensors, options, group, numerics, max_sms)
+        return self.serve_here(tensors, options, group, numerics, max_sms)
+
+    def serve_here(
+        self,
+        tensors: Tensors,
+        options: tuple[Any, ...],
+        group: Group,
+        numerics: NumericsPolicy | None,
+        max_sms: int | None,
+    ) -> Result:
+        """`serve`, with the tensors' device as the current one: streams and captures are asked of that."""
+        adapter, x = self.adapter, tensors[0]
         communicator = self.communicator(x, group)
         options = adapter.check_own(options, communicator)
         put_off = is_putting_off()
@@ -433,8 +448,9 @@ class CallPath(Generic[Result]):
             check_input(self.adapter.op, tensor, name)
         self.adapter.check(inputs, options, communicator.world_size)
         inputs = tuple(tensor.detach() for tensor in inputs)
-        signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
-        return self._plan(communicator, inputs, signature, in_place=in_place, symmetric=False)[0]
+        with current(communicator.device):
+            signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
+            return self._plan(communicator, inputs, signature, in_place=in_place, symmetric=False)[0]
 
     def _aliases(self, tensors: Tensors, *, by_memory: bool = False) -> tuple[int, ...]:
         """For each output the index of the input that it is (whose memory it takes), or −1."""
@@ -458,10 +474,6 @@ class CallPath(Generic[Result]):
         if not signature.capturing:
             communicator.agree_on_call(lambda: self._described(communicator, inputs, outputs, signature))
         wanted = self.results(inputs, signature.options, communicator.world_size, signature.numerics, signature.max_sms)
-        x = inputs[0]
-        if x.is_cuda and x.get_device() != current_device():
-            with torch.cuda.device(x.device):
-                return self._serve(communicator, tensors, signature)
         try:
             self._check_outputs(inputs, outputs, wanted)
         except UnsupportedInputError:  # which rests on this rank alone: it takes part, so that no peer waits for it

@@ -245,7 +245,7 @@ class _Combine(OpAdapter):
 class _GuardedPath(CallPath[torch.Tensor]):
     """Calls whose results may have fewer rows than are in use: the operator's calls, and trimmed results."""
 
-    def serve(
+    def serve_here(
         self, tensors: Tensors, options: Any, group: Group, numerics: NumericsPolicy | None, max_sms: int | None
     ) -> torch.Tensor:
         results, weights, ids, rows, out = tensors

@@ -34,7 +34,7 @@ def symmetric_empty(
     Args:
         size: the shape, the same on every rank.
         dtype: any dtype.
-        device: by default the current CUDA device, or the CPU where there is none.
+        device: by default the group's `device_id`, else the current CUDA device, or the CPU where there is none.
         group: by default the default group.
 
     Raises:
@@ -45,10 +45,7 @@ def symmetric_empty(
     shape = torch.Size((size,) if isinstance(size, int) else size)
     if any(extent < 0 for extent in shape):
         raise UnsupportedInputError(f"size={size!r} has a negative extent; give a shape such as (4096, 8192)")
-    where = None if device is None else torch.device(device)
-    if where == torch.device("cuda"):
-        where = torch.device("cuda", torch.cuda.current_device())
-    communicator = get_communicator(group, where)
+    communicator = get_communicator(group, None if device is None else torch.device(device))
     numel = shape.numel()
     if communicator.workspace is None:
         raise WorkspaceError(
