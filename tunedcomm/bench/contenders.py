@@ -353,15 +353,33 @@ def _compiled_norm(problem: Problem, device: torch.device) -> Iterator[Peer]:
 
 
 def _fused_gemm(problem: Problem, device: torch.device) -> Iterator[Peer]:
-    """PyTorch's operators of asynchronous tensor parallelism. They return memory of their own, which is copied.
-
-    `native` is the form of the gather with a persistent GEMM that waits for progress signals. Otherwise the operator
-    chooses between its forms by a rule of its own.
-    """
-    gathers, scaled = problem.op == "ag_gemm", bool(problem.scaling)
-    if not (gathers or problem.op == "gemm_rs") or device.type != "cuda" or problem.reduction not in ("", "sum", "avg"):
+    """PyTorch's operators of asynchronous tensor parallelism. They return memory of their own, which is copied."""
+    if device.type != "cuda" or problem.reduction not in ("", "sum", "avg"):
         return
-    wanted, (m, n, k), ranks = gemm_layout(problem), problem.shape, problem.world_size
+    if problem.op == "ag_gemm":
+        _check_fused_gemm(problem, gathers=True)
+        operators = _gathers_with_gemm(problem)
+    elif problem.op == "gemm_rs":
+        _check_fused_gemm(problem, gathers=False)
+        operators = {"": _gemm_with_scatter(problem)}
+    else:
+        return
+    spec = get_op(problem.op)
+    outputs = spec.make_outputs(problem, device)
+
+    def run(inputs: Tensors, *, operator: Callable[[Tensors], Tensors]) -> Tensors:
+        for target, value in zip(outputs, operator(inputs), strict=True):
+            target.copy_(value)
+        return outputs
+
+    allocate = partial(spec.make_inputs, problem, 0, 0, "random", device)
+    for config, operator in operators.items():
+        yield Peer(config, allocate, partial(run, operator=operator))
+
+
+def _check_fused_gemm(problem: Problem, *, gathers: bool) -> None:
+    """Raise LeftOut for what PyTorch's fused operators do not serve."""
+    wanted, (m, n, k), ranks, scaled = gemm_layout(problem), problem.shape, problem.world_size, bool(problem.scaling)
     if problem.numel == 0 or m % ranks:
         raise LeftOut(f"PyTorch's operators need the same number of rows on each of {ranks} ranks, not {m}")
     if (problem.dtype == "float8_e4m3fn") != scaled:
@@ -372,39 +390,52 @@ def _fused_gemm(problem: Problem, device: torch.device) -> Iterator[Peer]:
         raise LeftOut("PyTorch's scaled products need b stored [N, K]")
     if wanted.dtype != usual_dtype(problem.dtype) and not (gathers and scaled):
         raise LeftOut(f"PyTorch's fused operators do not make {wanted.dtype} of {problem.dtype}")
-    spec, name, operators = get_op(problem.op), default_group().group_name, torch.ops.symm_mem
-    outputs = spec.make_outputs(problem, device)
-    if not gathers:  # the workspace cannot grow while a graph is captured
-        symm_mem.get_symm_mem_workspace(name, m * n * out_itemsize(problem))
+
+
+def _gemm_with_scatter(problem: Problem) -> Callable[[Tensors], Tensors]:
+    """A launch of the GEMM with a reduce_scatter behind it, which returns the result."""
+    wanted, (m, n, _), name = gemm_layout(problem), problem.shape, default_group().group_name
+    symm_mem.get_symm_mem_workspace(name, m * n * out_itemsize(problem))  # cannot grow while a graph is captured
+
+    def run(inputs: Tensors) -> Tensors:
+        a, b, _, scale_a, scale_b = operands_of(problem, inputs)
+        b = b.T if wanted.nk else b
+        if not problem.scaling:
+            return (torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, problem.reduction, 0, name),)
+        operator, dtype = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter, getattr(torch, wanted.dtype)
+        return (operator(a, b, scale_a, scale_b, problem.reduction, 0, 0, name, [m, n], out_dtype=dtype),)
+
+    return run
+
+
+def _gathers_with_gemm(problem: Problem) -> dict[str, Callable[[Tensors], Tensors]]:
+    """Launches of the gather with a GEMM behind it, by setting; they return the product and, if wanted, the gathered A.
+
+    `native` is the form with a persistent GEMM that waits for progress signals. Otherwise the operator chooses between
+    its forms by a rule of its own.
+    """
+    wanted, (_, n, k), name = gemm_layout(problem), problem.shape, default_group().group_name
+    operators = torch.ops.symm_mem
 
     def run(inputs: Tensors, *, native: bool) -> Tensors:
         a, b, _, scale_a, scale_b = operands_of(problem, inputs)
-        b, dtype = b.T if wanted.nk else b, getattr(torch, wanted.dtype)
-        found: Any = None
-        if not gathers and scaled:
-            result = operators.fused_scaled_matmul_reduce_scatter(
-                a, b, scale_a, scale_b, problem.reduction, 0, 0, name, [m, n], out_dtype=dtype
-            )
-        elif not gathers:
-            result = operators.fused_matmul_reduce_scatter(a, b, problem.reduction, 0, name)
-        elif native:
-            found, result = symm_mem._fused_all_gather_matmul_native(a, b, name)
-        elif scaled:
+        b = b.T if wanted.nk else b
+        if native:
+            gathered, result = symm_mem._fused_all_gather_matmul_native(a, b, name)
+        elif problem.scaling:
             b = b if wanted.nk else b.T.contiguous().T  # multiplies by columns only
-            found, (result,) = operators.fused_all_gather_scaled_matmul(
+            dtype = getattr(torch, wanted.dtype)
+            gathered, (result,) = operators.fused_all_gather_scaled_matmul(
                 a, [b], scale_a, [scale_b], 0, name, [None], [None], [dtype], [False]
             )
         else:
-            found, (result,) = operators.fused_all_gather_matmul(a, [b], 0, name, return_A=wanted.gathered)
-        for target, value in zip(outputs, (result, found), strict=False):
-            target.copy_(value)
-        return outputs
+            gathered, (result,) = operators.fused_all_gather_matmul(a, [b], 0, name, return_A=wanted.gathered)
+        return (result, gathered) if wanted.gathered else (result,)
 
     whole_tiles = rows_of(problem) % _NATIVE_ROWS == 0 and n % 8 == 0 and k % 8 == 0
     present = hasattr(symm_mem, "_fused_all_gather_matmul_native") and hasattr(operators, "_async_input_mm")
-    allocate = partial(spec.make_inputs, problem, 0, 0, "random", device)
-    for native in (False, True) if gathers and problem.dtype == "bfloat16" and whole_tiles and present else (False,):
-        yield Peer(f"native={native}" if gathers else "", allocate, partial(run, native=native))
+    has_native = problem.dtype == "bfloat16" and whole_tiles and present
+    return {f"native={native}": partial(run, native=native) for native in ((False, True) if has_native else (False,))}
 
 
 TORCH_PEERS = (

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
 from tunedcomm.errors import UnknownNameError, printable
@@ -117,35 +118,46 @@ def _table_lines(table: Table, width: int | None) -> Iterator[str]:
     rows = [[printable(str(cell)) for cell in row] for row in table.rows]
     if width is not None and _total(names, rows, table.has_heading) > width:
         if len(rows) > 1 and table.has_heading:
-            columns = list(zip(*rows, strict=True))
-            facts = [
-                f"{name} {cells[0]}"
-                for name, cells in zip(names, columns, strict=True)
-                if len(set(cells)) == 1 and cells[0] not in ("", "-")
-            ]
-            title = "; ".join(filter(None, (title, ", ".join(facts))))
-            kept = [index for index, cells in enumerate(columns) if len(set(cells)) > 1]
-            names, rows = [names[index] for index in kept], [[row[index] for index in kept] for row in rows]
+            names, rows, facts = _without_constants(names, rows)
+            title = "; ".join(filter(None, (title, facts)))
         if names and not _fit(names, rows, width, table.has_heading):
             yield from _blocks(names, rows, title, width)
             return
     if title:
         yield filled(title, width, 2)
-    right = [bool(rows) and table.has_heading and all(_NUMBER.match(row[i]) for row in rows) for i in range(len(names))]
-    lines = [names, *rows] if table.has_heading else rows
-    widths = [max((len(part) for row in lines for part in row[i].split("\n")), default=0) for i in range(len(names))]
     is_checkup = names[:1] == ["level"] and width is not None and _has_colour()
+    for line in _aligned(names, rows, table.has_heading):
+        yield re.sub(r"^(ok|warn|fail)\b", _coloured, line) if is_checkup else line
+
+
+def _without_constants(names: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
+    """The names and rows without the columns of one value, and these columns in words."""
+    columns = list(zip(*rows, strict=True))
+    kept = [index for index, cells in enumerate(columns) if len(set(cells)) > 1]
+    facts = [
+        f"{name} {cells[0]}"
+        for index, (name, cells) in enumerate(zip(names, columns, strict=True))
+        if index not in kept and cells[0] not in ("", "-")
+    ]
+    return [names[index] for index in kept], [[row[index] for index in kept] for row in rows], ", ".join(facts)
+
+
+def _aligned(names: list[str], rows: list[list[str]], has_heading: bool) -> Iterator[str]:
+    """The names and rows as lines of columns of equal width; a cell may have several lines."""
+    right = [bool(rows) and has_heading and all(_NUMBER.match(row[i]) for row in rows) for i in range(len(names))]
+    lines = [names, *rows] if has_heading else rows
+    widths = [max((len(part) for row in lines for part in row[i].split("\n")), default=0) for i in range(len(names))]
     for row in lines:
-        parts = [cell.split("\n") for cell in row]
-        for index in range(max(map(len, parts), default=0)):
-            cells = [part[index] if index < len(part) else "" for part in parts]
+        for cells in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
             aligned = [
                 cell.rjust(size) if to_right else cell.ljust(size)
                 for cell, size, to_right in zip(cells, widths, right, strict=True)
             ]
-            line = "  ".join(aligned).rstrip()
-            colour = _COLOURS.get(cells[0].strip()) if is_checkup else None
-            yield line if colour is None else re.sub(r"^\w+", rf"\033[{colour}m\g<0>\033[0m", line)
+            yield "  ".join(aligned).rstrip()
+
+
+def _coloured(level: re.Match[str]) -> str:
+    return f"\033[{_COLOURS[level[0]]}m{level[0]}\033[0m"
 
 
 def _total(names: Sequence[str], rows: Sequence[Sequence[str]], has_heading: bool) -> int:

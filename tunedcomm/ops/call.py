@@ -17,7 +17,7 @@ import contextlib
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
@@ -554,11 +554,10 @@ class CallPath(Generic[Result]):
         adapter = self.adapter
         wanted = self.results(inputs, signature.options, communicator.world_size, signature.numerics, signature.max_sms)
         self._check_outputs(inputs, outputs, wanted)
-        problem = adapter.problem(tuple(map(detached, inputs)), signature.options, communicator.world_size)
-        if adapter.depends_on_memory:
-            in_place = self._aliases((*inputs, *outputs), by_memory=True)[0] == 0
-            is_symmetric = communicator.is_symmetric(inputs[0]) and adapter.is_direct(inputs, signature.options)
-            problem = replace(problem, in_place=in_place, input_kind="symmetric" if is_symmetric else "plain")
+        in_place = self._aliases((*inputs, *outputs), by_memory=True)[0] == 0
+        symmetric = adapter.is_direct(inputs, signature.options) and communicator.is_symmetric(inputs[0])
+        values = tuple(map(detached, inputs))
+        problem = self._problem(communicator, values, signature.options, in_place=in_place, symmetric=symmetric)
         return {
             "op": adapter.operator,
             **problem.to_dict(),
@@ -584,17 +583,7 @@ class CallPath(Generic[Result]):
         stream = raw_stream(communicator.device_index) if x.is_cuda else 0
         communicator.order_streams(signature.capturing, stream)
         fits = is_usable if plan.wants_aligned or adapter.wants_aligned else is_plain
-        sources = [
-            t if t is None or fits(t) else t.clone(memory_format=torch.contiguous_format)
-            for t in adapter.operands(inputs, options)
-        ]
-        sinks = []
-        for target, index in zip(targets, shared, strict=True):
-            if index >= 0:
-                sinks.append(sources[index])
-            else:
-                as_is = direct and fits(target)
-                sinks.append(target if as_is else torch.empty(target.shape, dtype=target.dtype, device=target.device))
+        sources, sinks = _for_kernels(adapter.operands(inputs, options), targets, shared, fits, direct=direct)
         if signature.capturing:
             communicator.captured(plan)
         given = (*[t for t in sources if t is not None], *adapter.scalars(inputs, options))
@@ -617,14 +606,21 @@ class CallPath(Generic[Result]):
         )
         return plan if as_they_are else None
 
+    def _problem(
+        self, communicator: Communicator, inputs: Tensors, options: Any, *, in_place: bool, symmetric: bool
+    ) -> Problem:
+        """The problem of a call whose first output takes its input's memory, or whose input is symmetric memory."""
+        problem = self.adapter.problem(inputs, options, communicator.world_size)
+        if not self.adapter.depends_on_memory:
+            return problem
+        return replace(problem, in_place=in_place, input_kind="symmetric" if symmetric else "plain")
+
     def _plan(
         self, communicator: Communicator, inputs: Tensors, signature: CallSignature, *, in_place: bool, symmetric: bool
     ) -> tuple[Plan, bool]:
         """The plan, and whether it is kept: made for both modes, but inside a capture a new problem cannot be bound."""
         adapter, capturing = self.adapter, signature.capturing
-        problem = adapter.problem(inputs, signature.options, communicator.world_size)
-        if adapter.depends_on_memory:
-            problem = replace(problem, in_place=in_place, input_kind="symmetric" if symmetric else "plain")
+        problem = self._problem(communicator, inputs, signature.options, in_place=in_place, symmetric=symmetric)
         key = (problem, signature.policy, signature.max_sms)
         found: Plan | None = communicator.plans.get((*key, capturing))
         if found is not None:
@@ -648,6 +644,26 @@ class CallPath(Generic[Result]):
             plan = plan_for(communicator, replace(problem, mode=mode), signature.policy, signature.max_sms)
             communicator.plans[(*key, mode == "graph")] = plan
         return communicator.plans[(*key, False)], True
+
+
+def _for_kernels(
+    operands: Iterable[torch.Tensor | None],
+    targets: Tensors,
+    shared: tuple[int, ...],
+    fits: Callable[[torch.Tensor], bool],
+    *,
+    direct: bool,
+) -> tuple[list[torch.Tensor | None], list[Any]]:
+    """The tensors that kernels read and the ones that they fill; copies and new memory where kernels take no others."""
+    sources = [t if t is None or fits(t) else t.clone(memory_format=torch.contiguous_format) for t in operands]
+    sinks = []
+    for target, index in zip(targets, shared, strict=True):
+        if index >= 0:
+            sinks.append(sources[index])
+        else:
+            as_is = direct and fits(target)
+            sinks.append(target if as_is else torch.empty(target.shape, dtype=target.dtype, device=target.device))
+    return sources, sinks
 
 
 def _unpacked(results: tuple[torch.Tensor, ...]) -> Any:

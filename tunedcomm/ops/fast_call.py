@@ -211,12 +211,7 @@ def write_fast_call(
     tensors, results = served
     names = (*adapter.inputs, *adapter.outputs)
     given = {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
-    # Outputs that are an input, and inputs that are an earlier one: a guard takes no tensor twice.
-    alias = {out: adapter.inputs[i] for out, i in zip(adapter.outputs, signature.aliases, strict=True) if i >= 0}
-    first = {id(given[name]): name for name in reversed(adapter.inputs) if name in given}
-    alias |= {
-        name: first[id(given[name])] for name in adapter.inputs if name in given if first[id(given[name])] != name
-    }
+    alias = _repeated(adapter, given, signature.aliases)
     guarded = [name for name in given if name not in alias]
     if any(given[name].requires_grad for name in guarded):  # a guard does not see whether gradients are recorded now
         return None
@@ -250,6 +245,14 @@ def write_fast_call(
         addresses=line.join(f"at_{name} = {name}.data_ptr()" for name in guarded), results=", ".join(adapter.outputs),
     )  # fmt: skip
     return source, call.values
+
+
+def _repeated(adapter: OpAdapter, given: dict[str, torch.Tensor], aliases: Sequence[int]) -> dict[str, str]:
+    """Outputs that are an input, and inputs that are an earlier one, to its name: a guard takes no tensor twice."""
+    alias = {out: adapter.inputs[i] for out, i in zip(adapter.outputs, aliases, strict=True) if i >= 0}
+    inputs = [name for name in adapter.inputs if name in given]
+    first = {id(given[name]): name for name in reversed(inputs)}
+    return alias | {name: first[id(given[name])] for name in inputs if first[id(given[name])] != name}
 
 
 @dataclass
