@@ -219,6 +219,21 @@ def test_a_narrow_table_keeps_every_value_but_of_candidates() -> None:
     assert blocks.count("") == 1  # between two rows
 
 
+def test_a_table_with_a_key_is_cut_into_several_that_fit() -> None:
+    names = ("model", "hidden", "experts", "also")
+    rows = [("llama3-70b", 8192, "-", "llama3.1-70b, llama3.3-70b"), ("kimi-k2", 7168, 384, "kimi-k2.5")]
+    table = output.Table(names, rows, "sizes", is_keyed=True)
+    lines = list(output._table_lines(table, 40))
+    assert [line.split() for line in lines if "model" in line] == [["model", *names[1:3]], ["model", "also"]]
+    assert ["llama3-70b", "8192", "-"] in map(str.split, lines)
+    assert (lines[0], len(lines)) == ("sizes", 8)
+    assert len(list(output._table_lines(table, 80))) == 4
+
+
+def test_the_list_of_models_is_one_screen(folder: Path) -> None:
+    assert len(plain(on_terminal(80, "tune --list-models")).splitlines()) <= 40
+
+
 @pytest.mark.parametrize(
     ("text", "width", "found"),
     [

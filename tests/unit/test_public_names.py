@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from quick import some
 
 import tunedcomm
 from tunedcomm import errors
+from tunedcomm.version import VERSION
 
 IMPORT_BUDGET_S = 0.3
 ERRORS = {
@@ -28,6 +30,11 @@ def test_public_names_are_listed_once_and_resolve() -> None:
     for name in tunedcomm.__all__:
         assert getattr(tunedcomm, name) is not None, name
     assert not hasattr(tunedcomm, "all_redoose")
+
+
+def test_the_version_is_an_attribute() -> None:
+    assert tunedcomm.__version__ == VERSION
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", VERSION)
 
 
 @pytest.mark.parametrize("name", sorted(ERRORS))

@@ -1,7 +1,8 @@
 """Output of the command line: one printer of results as text or JSON, messages on stderr, and how values are written.
 
 On a terminal no line is wider than the terminal and no number is broken. A table that is too wide moves columns of one
-value to its title, shortens candidates, and at last becomes a block of names and values for each row.
+value to its title, shortens candidates, and at last becomes a block of names and values for each row, or several tables
+where the first column names the rows.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class Table:
         rows: a cell for each column.
         title: printed above the names.
         has_heading: False to print no title and no names; the last column is text then, which may be wrapped.
+        is_keyed: the first column names its row: a table that is too wide becomes several, each with that column.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
     title: str = ""
     has_heading: bool = True
+    is_keyed: bool = False
 
     @classmethod
     def of(cls, columns: Mapping[str, Callable[[T], object]], records: Iterable[T], title: str = "") -> Table:
@@ -120,6 +123,12 @@ def _table_lines(table: Table, width: int | None) -> Iterator[str]:
         if len(rows) > 1 and table.has_heading:
             names, rows, facts = _without_constants(names, rows)
             title = "; ".join(filter(None, (title, facts)))
+        if table.is_keyed:
+            for part in _parts(names, rows, width):
+                yield filled(title, width, 2)
+                yield from _aligned(*part, has_heading=True)
+                title = ""  # an empty line between them
+            return
         if names and not _fit(names, rows, width, table.has_heading):
             yield from _blocks(names, rows, title, width)
             return
@@ -164,6 +173,18 @@ def _total(names: Sequence[str], rows: Sequence[Sequence[str]], has_heading: boo
     """Columns of the terminal that a table takes."""
     lines = [names, *rows] if has_heading else rows
     return sum(max(map(len, cells)) + 2 for cells in zip(*lines, strict=True)) - 2
+
+
+def _parts(names: list[str], rows: list[list[str]], width: int) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Tables that fit, each of the first column and of as many of the next ones as there is room for."""
+    sizes = [max(map(len, cells)) + 2 for cells in zip(names, *rows, strict=True)]
+    start = 1
+    while start < len(names):
+        end = start + 1
+        while end < len(names) and sizes[0] + sum(sizes[start : end + 1]) - 2 <= width:
+            end += 1
+        yield names[:1] + names[start:end], [row[:1] + row[start:end] for row in rows]
+        start = end
 
 
 def _fit(names: Sequence[str], rows: list[list[str]], width: int, has_heading: bool) -> bool:

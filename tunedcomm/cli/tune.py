@@ -135,7 +135,9 @@ def tune(
     Example: tunedcomm tune --from-misses --budget 30m
     """
     if models:
-        show(list(catalog().values()), [Table.of(_MODEL_COLUMNS, catalog().values())], as_json=as_json)
+        title = "sizes, as in the publishers' config.json (MLA: latent attention)"
+        table = replace(Table.of(_MODEL_COLUMNS, catalog().values(), title), is_keyed=True)
+        show(list(catalog().values()), [table], as_json=as_json)
         return
     if is_spare_copy():
         return
@@ -385,18 +387,18 @@ def show_command(problem: Problem, database: str | None) -> str:
 
 _MODEL_COLUMNS: dict[str, Callable[[Model], object]] = {
     "model": lambda model: model.name,
-    "also": lambda model: ", ".join(model.aliases) or "-",
     "layers": lambda model: model.num_layers,
     "hidden": lambda model: model.hidden_size,
-    "intermediate": lambda model: "-" if model.intermediate_size is None else model.intermediate_size,
+    "ffn": lambda model: "-" if model.intermediate_size is None else model.intermediate_size,
     "expert": lambda model: "-" if model.experts is None else model.experts.intermediate_size,
     "experts": lambda model: "-" if model.experts is None else model.experts.num_experts,
     "heads": lambda model: model.num_heads,
-    "kv heads": lambda model: "latent" if model.latent is not None else model.num_kv_heads,
-    "head dim": lambda model: model.head_dim,
-    "vocabulary": lambda model: model.vocab_size,
+    "kv": lambda model: "MLA" if model.latent is not None else model.num_kv_heads,
+    "dim": lambda model: model.head_dim,
+    "vocab": lambda model: model.vocab_size,
     "dtype": lambda model: model.dtype,
-    "published": lambda model: model.source.published,
+    "also": lambda model: ", ".join(model.aliases) or "-",
+    "published": lambda model: model.source.published.partition(":")[0],
 }
 
 
