@@ -30,7 +30,8 @@ from ranks import compile_all, finish, row_of, slowest, times_in_turn
 from rows import arguments
 
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.op import Form, form_of
 from tunedcomm.kernels.all_reduce_rms_norm.op import finish as finish_form

@@ -221,7 +221,7 @@ def measure(*, base: Named, tuned: Named, csv: Path = MEASURED, rounds: int = 60
     import ranks
     import torch
 
-    from tunedcomm.dispatch.communicator import get_communicator
+    from tunedcomm.dispatch.groups import get_communicator
     from tunedcomm.tuner.gang.ranks import join_group
     from tunedcomm.tuner.measure import timing
 

@@ -55,7 +55,8 @@ from rows import arguments, of_run
 
 from tunedcomm import kernels
 from tunedcomm.bench.csv import append_rows
-from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL

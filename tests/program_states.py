@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tunedcomm
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.spec import ops, variants
 
 __all__ = ["CLEAN", "ON_GPUS", "STATES", "Results", "cases", "differences", "results_of"]

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tunedcomm.dispatch.communicator import Communicator as Communicator
-    from tunedcomm.dispatch.communicator import get_communicator as get_communicator
-    from tunedcomm.dispatch.communicator import release_communicator as release_communicator
-    from tunedcomm.dispatch.communicator import release_communicators as release_communicators
+    from tunedcomm.dispatch.groups import get_communicator as get_communicator
+    from tunedcomm.dispatch.groups import release_communicator as release_communicator
+    from tunedcomm.dispatch.groups import release_communicators as release_communicators
     from tunedcomm.dispatch.plans import Agreement as Agreement
     from tunedcomm.dispatch.plans import check_agreement as check_agreement
     from tunedcomm.dispatch.plans import force as force
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 # Module to its public names, for use at run time; type checkers read the imports above.
 _HOMES = {
-    "dispatch.communicator": "Communicator get_communicator release_communicator release_communicators",
+    "dispatch.communicator": "Communicator",
+    "dispatch.groups": "get_communicator release_communicator release_communicators",
     "dispatch.plans": "Agreement check_agreement force",
     "integrations.fusion": "FusionPass fusion_pass",
     "integrations.intercept": "install intercept uninstall",

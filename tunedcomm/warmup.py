@@ -24,8 +24,9 @@ from tunedcomm.db.layers import Layer, all_layers, is_absent, named_layers, note
 from tunedcomm.db.misses import Note
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import MISSES
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.dispatch.misses import POLICIES, counter
 from tunedcomm.dispatch.plans import explain, plan_for
 from tunedcomm.errors import DatabaseError, InfeasibleError, UnsupportedInputError

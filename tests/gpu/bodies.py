@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import tunedcomm
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.selection.snapshot import Pinned, Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bodies import captured, stream
 
 import tunedcomm
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.gemm.op import TOLERANCE
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants

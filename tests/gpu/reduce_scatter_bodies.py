@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bodies import Launch, captured, chains, lose_peer, lost, same_bits, stream
 
 import tunedcomm
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.spec import Candidate, Problem, get_op, get_variant, variants
 

@@ -88,7 +88,7 @@ def interrupted_body() -> dict[str, object]:
 
 def _interrupted(call: Callable[[], object]) -> None:
     """Raise KeyboardInterrupt where the call looks whether its group has ended, right before it launches."""
-    from tunedcomm.dispatch.communicator import get_communicator
+    from tunedcomm.dispatch.groups import get_communicator
 
     communicator = get_communicator()
     real = type(communicator).check_peers

@@ -14,7 +14,7 @@ from cases import Ranks
 from spec_samples import toy_op, toy_variant
 
 from tunedcomm.bench.contenders import contenders_of
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.ops.adapter import OpAdapter, Tensors
 from tunedcomm.ops.call import CallPath
 from tunedcomm.ops.torch_ops import Operator

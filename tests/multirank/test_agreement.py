@@ -21,11 +21,12 @@ import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import communicator as communicator_module
-from tunedcomm.dispatch.communicator import Communicator, get_communicator, limits_for
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.symm.layout import LaneLayout
+from tunedcomm.symm.layout import LaneLayout, limits_for
 
 WORLD_SIZE = 3
 NUMEL = 600

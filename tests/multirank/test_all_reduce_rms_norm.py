@@ -13,7 +13,7 @@ from variant_checks import check_variant, inputs_of_all, launch_variant, limits_
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.all_reduce_rms_norm.op import form_of, scales_view
 from tunedcomm.ops.call import paths
 from tunedcomm.spec import Problem, get_op, get_variant, variants

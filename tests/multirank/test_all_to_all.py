@@ -13,7 +13,7 @@ from variant_checks import check_variant, launch_variant, limits_of
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.spec import DTYPES, Candidate, Problem, check_candidate, variants
 
 RANKS = Ranks()

@@ -19,7 +19,7 @@ import torch.distributed._functional_collectives as funcol
 from cases import HOST, PEER_TIMEOUT_S, Ranks
 
 import tunedcomm
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 
 # One pass of a slot; several steps of a ring; more chunks than the ring has slots.
 SIZES = (240, 120_000, 3_000_000)

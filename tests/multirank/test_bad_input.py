@@ -23,7 +23,7 @@ import tunedcomm
 from tunedcomm.db.engine import _warned as warned
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import communicator as communicator_module
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 
 RANKS = Ranks()
 

@@ -111,7 +111,7 @@ def measure(rank: int, world_size: int, mode: Any) -> dict[tuple[str, str], Foun
 
     from tunedcomm import kernels
     from tunedcomm.bench.runner import Bencher
-    from tunedcomm.dispatch.communicator import get_communicator
+    from tunedcomm.dispatch.groups import get_communicator
     from tunedcomm.spec import Problem, get_op, parse_shape
 
     kernels.discover()
@@ -155,7 +155,7 @@ def measure_plugin(rank: int, world_size: int) -> list[dict[str, Any]]:
 
     from tunedcomm import kernels
     from tunedcomm.bench.runner import Bencher
-    from tunedcomm.dispatch.communicator import get_communicator
+    from tunedcomm.dispatch.groups import get_communicator
     from tunedcomm.spec import Problem, get_op, get_variant, register_op, register_variant
 
     kernels.discover()

@@ -12,7 +12,7 @@ from cases import HOST, Ranks
 import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.bench.contenders import contenders_of
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Problem, get_op

@@ -15,7 +15,7 @@ from cases import PEER_TIMEOUT_S, Ranks, gives_up_in_time, logged, settings
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.spec import Problem, get_variant, register_variant
 

@@ -19,7 +19,7 @@ import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import communicator as communicator_module
-from tunedcomm.dispatch.communicator import get_communicator, live_communicators
+from tunedcomm.dispatch.groups import get_communicator, live_communicators
 from tunedcomm.kernels.common import sync
 from tunedcomm.spec import Problem, get_variant
 from tunedcomm.symm import buffer

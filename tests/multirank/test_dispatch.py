@@ -23,11 +23,11 @@ from tunedcomm.cli import main
 from tunedcomm.db.misses import read
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.communicator import get_communicator, limits_for
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.hardware import detect
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, candidates, get_variant, register_variant, variants
-from tunedcomm.symm.layout import LaneLayout
+from tunedcomm.symm.layout import LaneLayout, limits_for
 
 # A tuning table for two ranks.
 WORLD_SIZE = 2

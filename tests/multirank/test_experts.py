@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from variant_checks import bits_of, inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
-from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.moe.op import Overflow, place, sources_of
 from tunedcomm.spec import Candidate, Problem, get_op, get_variant, variants
 

@@ -19,7 +19,7 @@ import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch import plans as plans_module
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops import call as call_module
 from tunedcomm.ops import fast_call

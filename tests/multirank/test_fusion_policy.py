@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Problem, get_variant
 

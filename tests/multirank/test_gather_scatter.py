@@ -16,7 +16,7 @@ from quick import some
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.kernels.common import copies
 from tunedcomm.ops import symmetric

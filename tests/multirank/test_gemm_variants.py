@@ -16,7 +16,7 @@ from quick import some
 from variant_checks import check_variant, inputs_of_all, limits_of
 
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.gemm.tiles import TILE_AXES
 from tunedcomm.spec import Limits, Problem, get_op, get_variant, variants
 

@@ -10,7 +10,7 @@ from quick import some
 from variant_checks import check_variant, inputs_of_all
 
 import tunedcomm
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.spec import Candidate as Chosen
 from tunedcomm.spec import Problem, check_candidate, get_variant
 from tunedcomm.symm.nodes import nodes_of, ranks_per_node

@@ -22,7 +22,8 @@ from variant_checks import check_variant, inputs_of_all, launch_variant
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.common.host import REDUCED
 from tunedcomm.kernels.common.reference import reduced
 from tunedcomm.kernels.gemm.op import gemm_layout

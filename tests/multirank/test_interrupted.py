@@ -26,7 +26,7 @@ from quick import FULL, QUICK
 from test_unequal import as_tuple, drawn, same, sent_to
 
 import tunedcomm
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.ops.call import paths
 from tunedcomm.ops.gemm import list_path
 from tunedcomm.spec import variants

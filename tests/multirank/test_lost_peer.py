@@ -17,7 +17,7 @@ from variant_checks import inputs_of_all, launch_variant
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.spec import Problem, get_op, variants
 
 kernels.discover()

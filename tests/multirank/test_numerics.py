@@ -18,7 +18,7 @@ from test_models import TOKENS, WIDTH, local, step, tensor_parallel_layers, x_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import tunedcomm
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.all_reduce_rms_norm.op import given_of, ordered_norm
 from tunedcomm.kernels.common import in_order
 from tunedcomm.ops.call import CallPath

@@ -81,7 +81,7 @@ def body(rank: int, world_size: int, folder: str, ranks: tuple[int, ...], tuned:
         sys.path.insert(0, folder)
     os.environ["TUNEDCOMM_DB"] = tuned
     import tunedcomm
-    from tunedcomm.dispatch.communicator import get_communicator
+    from tunedcomm.dispatch.groups import get_communicator
     from tunedcomm.spec import get_op
 
     communicator = get_communicator()  # refuses where the ranks' packages differ

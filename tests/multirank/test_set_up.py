@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 import tunedcomm
 from tunedcomm.db.layers import LayerFingerprint
 from tunedcomm.dispatch import communicator as communicator_module
-from tunedcomm.dispatch.communicator import get_communicator, live_communicators
+from tunedcomm.dispatch.groups import get_communicator, live_communicators
 from tunedcomm.symm import buffer, exchange
 
 WORLD_SIZE = 3
@@ -298,7 +298,7 @@ def test_memory_of_destroyed_groups(rank: int) -> None:
 
 _FILES = tuple(
     str(Path(tunedcomm.__file__).parent / name)
-    for name in ("symm/", "dispatch/agreement.py", "dispatch/communicator.py")
+    for name in ("symm/", "dispatch/agreement.py", "dispatch/communicator.py", "dispatch/groups.py")
 )
 
 

@@ -7,7 +7,7 @@ from cases import HOST, Ranks
 from quick import FULL, QUICK
 from slices import OPS, Draws, compare
 
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 
 BATCHES = 200 if FULL else 2 if QUICK else 4
 RANKS = Ranks(env=HOST, timeout=3000 if FULL else 240, forget=False)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch import communicator as communicator_module
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.common import launch
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.ops import call as call_module

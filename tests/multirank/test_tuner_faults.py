@@ -20,12 +20,12 @@ from spec_samples import spec_with
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import process_start
 from tunedcomm.kernels import source_hash_of
 from tunedcomm.selection.select import Registered, choose
 from tunedcomm.spec import Problem
+from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.machine import backend_settings
 from tunedcomm.tuner.search.spec import SweepSpec
 from tunedcomm.tuner.search.summary import SweepOutcome

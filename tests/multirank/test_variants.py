@@ -13,7 +13,7 @@ from quick import QUICK, sample, some
 from variant_checks import check_variant, inputs_of_all, launch_variant, limits_of
 
 from tunedcomm import kernels
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import DTYPES, Problem, get_variant, variants

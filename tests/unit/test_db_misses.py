@@ -21,13 +21,13 @@ from tunedcomm.db import engine
 from tunedcomm.db import misses as miss_log
 from tunedcomm.db.misses import Miss, append, compact, log_path, read
 from tunedcomm.dispatch import misses
-from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.dispatch.launches import wrap_launch
 from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, why_no_kernel
+from tunedcomm.symm.layout import limits_for
 
 
 def miss(asked: Problem | None = None, count: int = 1, **changes: Any) -> Miss:

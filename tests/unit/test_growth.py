@@ -44,7 +44,7 @@ tunedcomm.kernels.__path__.append(files)
 from typer.testing import CliRunner
 from tunedcomm import kernels, spec
 from tunedcomm.cli import main
-from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.symm.layout import limits_for
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import detect

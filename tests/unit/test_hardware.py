@@ -15,8 +15,8 @@ import pytest
 from db_samples import H200
 
 from tunedcomm import hardware
-from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.hardware import HARD_FIELDS, SOFT_FIELDS, Environment, Fabric, describe_fabric, fabric_of, nearest
+from tunedcomm.symm.layout import limits_for
 
 SWITCH, GPU, CPU = "switch", "gpu", "cpu"
 

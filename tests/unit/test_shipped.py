@@ -21,13 +21,13 @@ from tunedcomm.db.maintenance import collect_stats
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
-from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.kernels import source_hash_of
 from tunedcomm.report.data import StoredDispatch
 from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, get_op, get_variant
+from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.verify import stored_winners
 
 SHIPPED = packaged_databases()

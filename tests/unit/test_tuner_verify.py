@@ -15,11 +15,11 @@ from verify_samples import SIZES, all_of, at, at_ratio, here, known, problem_of,
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.errors import TuningError
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, check_candidate, get_variant
+from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.machine import backend_settings
 from tunedcomm.tuner.search.progress import Progress
 from tunedcomm.tuner.search.sweep import compile_ahead

@@ -16,10 +16,10 @@ from spec_samples import spec_with
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels import source_hash_of
 from tunedcomm.spec import Candidate, Problem
+from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.machine import backend_settings
 from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec, Winner, stored_winners, verify
 

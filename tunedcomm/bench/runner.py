@@ -26,7 +26,8 @@ import torch.distributed._symmetric_memory as symm_mem
 from tunedcomm import kernels
 from tunedcomm.bench.contenders import Contender, Contenders, contenders_of, first_reason, load_adapter
 from tunedcomm.bench.csv import add_ceiling_shares, append_rows
-from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import TuningError
 from tunedcomm.metrics import algbw_gb_s
 from tunedcomm.ops.symmetric import symmetric_empty

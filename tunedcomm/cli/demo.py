@@ -118,7 +118,7 @@ def main(dtype_name: str, shapes: Sequence[str]) -> int:
     import torch.distributed as dist
 
     import tunedcomm
-    from tunedcomm.dispatch.communicator import release_communicators
+    from tunedcomm.dispatch.groups import release_communicators
     from tunedcomm.tuner.gang.ranks import join_group
 
     device, dtype = join_group(), getattr(torch, dtype_name)

@@ -7,12 +7,9 @@ the digest; after that a choice is a pure function of the snapshot and the probl
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import logging
-import os
-import sys
 import time
 import weakref
 from collections import Counter as CounterOf
@@ -20,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import FunctionType
-from typing import Any, NoReturn, TypeGuard, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -43,9 +39,7 @@ from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWa
 from tunedcomm.errors import (
     AgreementError,
     GroupAbortedError,
-    GroupError,
     InfeasibleError,
-    NotInitializedError,
     PeerTimeoutError,
     TunedCommError,
     TuningError,
@@ -71,14 +65,6 @@ logger = logging.getLogger("tunedcomm")
 _HOLD_GROUPS = (
     *("group", "workspace", "_no_workspace", "node_groups", "plans", "fast_calls", "_captured", "_retired"),
 )
-
-
-def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if the group has a backend for tensors on this kind of device."""
-    try:
-        return group._get_backend(torch.device(device.type)) is not None
-    except RuntimeError:
-        return False
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -374,7 +360,7 @@ class Communicator:
     def forget_calls(self) -> None:
         """Drop what makes calls fast; it is made anew with the next ones."""
         self.fast_calls = {}
-        for callback in _on_forget:
+        for callback in forget_callbacks:
             callback()
 
     def abandon(self, what: str, error: BaseException) -> None:
@@ -502,19 +488,6 @@ class Communicator:
             self.nan_watch.check()
 
 
-def _is_member(group: object) -> TypeGuard[dist.ProcessGroup]:
-    try:
-        return isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
-    except ValueError:  # torch does not know the group, or knows it without this rank
-        return False
-
-
-def is_dry_run(group: object) -> bool:
-    """True if the group (None: the default group) has PyTorch's backend for dry runs."""
-    resolved = dist.group.WORLD if group is None else group
-    return _is_member(resolved) and dist.get_backend(resolved) == "fake"
-
-
 def left_by(what: str, error: BaseException) -> str:
     """Say how an exception ended a call, and what to do."""
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -523,174 +496,8 @@ def left_by(what: str, error: BaseException) -> str:
 
 _MOST_SAID = 500
 _meetings: CounterOf[str] = CounterOf()  # so far, by group: the same on every rank
-_communicators: dict[tuple[dist.ProcessGroup, str], Communicator] = {}
-_ended: dict[tuple[dist.ProcessGroup, str], str] = {}  # why the set-up of a group was cut short
 _kept_for_graphs: list[Any] = []
-
-
-def get_communicator(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Communicator:
-    """The communicator of a group (None: the default group), made at the first call; collective then.
-
-    Args:
-        device: where the tensors live; by default the GPU that the group was given (`device_id`), else the current CUDA
-            device, or the CPU where there is none.
-
-    Raises:
-        NotInitializedError: torch.distributed is not initialised.
-        GroupError: the caller is no member of the group, or the group has no backend for the device.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise NotInitializedError(
-            "torch.distributed has no default process group; start the program with torchrun and call "
-            "torch.distributed.init_process_group() first"
-        )
-    resolved = dist.group.WORLD if group is None else group
-    if not isinstance(resolved, dist.ProcessGroup) and resolved != dist.GroupMember.NON_GROUP_MEMBER:
-        raise GroupError(
-            f"group is a {type(resolved).__name__}; pass a process group: mesh.get_group(), new_group(ranks), or None"
-        )
-    if resolved in _groups_of_parent:
-        raise GroupError(
-            "the process group was made before this process was forked, and this process is none of its ranks; start "
-            "ranks with torchrun or the start method 'spawn', or make a group of this process's own"
-        )
-    if not _is_member(resolved):
-        raise GroupError(
-            f"rank {dist.get_rank()} is not a member of the group {group!r}, or the group was destroyed; only the "
-            "ranks that were given to torch.distributed.new_group() may call on it"
-        )
-    if device is None or device == torch.device("cuda"):
-        device = _usual_device(resolved)
-    key = (resolved, device.type)
-    found = _communicators.get(key)
-    if found is None:
-        if is_dry_run(resolved):
-            raise GroupError(
-                "the group's backend is 'fake', PyTorch's for dry runs; call torch.distributed, also inside of "
-                "tunedcomm.intercept(), or make the group with gloo or nccl"
-            )
-        if key in _ended:
-            raise GroupAbortedError(_ended[key])
-        if not _serves(resolved, device):
-            raise GroupError(
-                f"the group's backend {dist.get_backend(resolved)!r} has nothing for {device.type} tensors; move the "
-                "tensor, or make the group with backend 'nccl' for CUDA or 'gloo' for CPU tensors"
-            )
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise NotInitializedError(
-                "a group's first call cannot be captured: call tunedcomm once outside the graph first (a warm-up run)"
-            )
-        _drop_destroyed()
-        found = Communicator.__new__(Communicator)
-        try:
-            with clean_thread(), current(device):
-                Communicator.__init__(found, resolved, device)
-            _communicators[key] = found
-        except BaseException as error:
-            if getattr(error, "ends_group", True):
-                _end(key, "the set-up", error, found if hasattr(found, "control") else None)
-            raise
-        # Only torch's table of groups keeps this object, which ends with the group's place there.
-        if (known := dist.distributed_c10d._world.pg_map.get(resolved)) is not None:
-            weakref.finalize(known[1], _forget_calls).atexit = False
-    return found
-
-
-def _usual_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a group's tensors live if nobody says: what the group was given, whichever device is current."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return getattr(group, "bound_device_id", None) or torch.device("cuda", torch.cuda.current_device())
-
-
-def _forget_calls() -> None:
-    """Ask again which groups there are, after one was destroyed."""
-    for callback in _on_forget:
-        callback()
-
-
-def _drop_destroyed() -> None:
-    """Free the memory of groups that were destroyed, unless graphs may still use it."""
-    for key, communicator in list(_communicators.items()):
-        if not _is_member(key[0]) and not communicator._captured:
-            if communicator.device.type == "cuda":
-                torch.cuda.synchronize(communicator.device)
-            communicator.release(for_graphs=False)
-            del _communicators[key]
-
-
-def end_group(group: dist.ProcessGroup, kind: str, what: str, error: BaseException) -> None:
-    """End a group on every rank, for `error` ended the call `what` of tensors on `cuda` or `cpu` midway here."""
-    if (group, kind) not in _ended:
-        _end((group, kind), what, error, _communicators.get((group, kind)))
-
-
-def _end(key: tuple[dist.ProcessGroup, str], what: str, error: BaseException, found: Communicator | None) -> None:
-    """End a group that has a communicator, or part of one that was being made, or none."""
-    if key not in _communicators:
-        told = isinstance(error, PeerTimeoutError)
-        _ended[key] = str(error) if told else f"rank {dist.get_rank(key[0])} {left_by(what, error)}"
-        leave(key[0], error)
-    if found is not None:
-        found.abandon(what, error)
-
-
-def live_communicators() -> list[Communicator]:
-    """Every communicator made so far."""
-    return list(_communicators.values())
-
-
-def release_communicator(group: dist.ProcessGroup | None = None) -> None:
-    """Forget a group's communicators, so that the group's next call, made by all ranks, sets them up anew.
-
-    That is the way back after `GroupAbortedError` or `PeerTimeoutError`, to be gone by every rank of the group. It is
-    local: it waits for this rank's GPU, but for no peer. Other groups stay as they are, and what graphs captured keeps
-    its memory. A group that has none is left alone.
-
-    Args:
-        group: process group, by default the default group.
-    """
-    resolved = dist.group.WORLD if group is None else group
-    for key in [key for key in (*_communicators, *_ended) if key[0] is resolved]:
-        _ended.pop(key, None)
-        if (communicator := _communicators.pop(key, None)) is not None:
-            if communicator.device.type == "cuda":
-                torch.cuda.synchronize(communicator.device)
-            communicator.queue.join()
-            communicator.release(for_graphs=True)
-    for callback in (*_on_forget, *_on_release):
-        callback()
-
-
-def release_communicators() -> None:
-    """Forget every communicator, so that the next call makes it anew from settings and databases.
-
-    Also to be called before `torch.distributed.destroy_process_group()` if groups are made again in the process. Wait
-    for the GPU before it, and replay no graph that was captured with one afterwards: their memory is given back.
-    """
-    for communicator in _communicators.values():
-        communicator.queue.join()
-        communicator.release(for_graphs=False)
-    _communicators.clear()
-    _ended.clear()
-    for callback in (*_on_forget, *_on_release):
-        callback()
-
-
-def _disown() -> None:
-    """Leave the parent's groups to the parent, in a forked child: its copies of their memory are the parent's."""
-    _kept_for_parent.append(dict(_communicators))  # what they would give back at their end is not this process's
-    _groups_of_parent.update(getattr(dist.distributed_c10d._world, "pg_map", ()) if dist.is_available() else ())
-    _communicators.clear()
-    _dropped_at_exit.clear()  # a group's end waits for threads, which a child does not have
-    for callback in _on_forget:
-        callback()
-
-
-_groups_of_parent: set[dist.ProcessGroup] = set()
-_kept_for_parent: list[dict[Any, Communicator]] = []
-os.register_at_fork(after_in_child=_disown)
-_dropped_at_exit: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
+dropped_at_exit: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def drop_at_exit(holder: object, *names: str) -> None:
@@ -701,37 +508,20 @@ def drop_at_exit(holder: object, *names: str) -> None:
     is ending ends the thread there, inside a destructor, which aborts the process. The threads are joined when the last
     reference to the group goes, so all of ours go before.
     """
-    _dropped_at_exit[holder] = names
+    dropped_at_exit[holder] = names
 
 
-def _let_go_of_groups() -> None:
-    for communicator in _communicators.values():
-        communicator.control.end()
-    release_communicators()
-    for holder, names in list(_dropped_at_exit.items()):
-        for name in names:
-            vars(holder).pop(name, None)
-    # PyTorch holds the default group itself where this module was first imported after the group was made, which ours
-    # do by way of Dynamo: its functions have `group=group.WORLD` for a default. None is what an earlier import has.
-    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
-        defaults = getattr(function, "__defaults__", None)
-        if isinstance(function, FunctionType) and defaults:
-            function.__defaults__ = tuple(None if isinstance(one, dist.ProcessGroup) else one for one in defaults)
-
-
-atexit.register(_let_go_of_groups)
-
-_on_release: list[Callable[[], None]] = []
+release_callbacks: list[Callable[[], None]] = []
 
 
 def on_release(callback: Callable[[], None]) -> None:
     """Call `callback` whenever communicators are released."""
-    _on_release.append(callback)
+    release_callbacks.append(callback)
 
 
-_on_forget: list[Callable[[], None]] = []
+forget_callbacks: list[Callable[[], None]] = []
 
 
 def on_forget(callback: Callable[[], None]) -> None:
     """Call `callback` when communicators drop their fast calls or are released: for caches that hold some of them."""
-    _on_forget.append(callback)
+    forget_callbacks.append(callback)

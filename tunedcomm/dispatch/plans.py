@@ -19,12 +19,7 @@ import torch.distributed as dist
 from tunedcomm import kernels
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.agreement import first_difference
-from tunedcomm.dispatch.communicator import (
-    Communicator,
-    get_communicator,
-    live_communicators,
-    on_release,
-)
+from tunedcomm.dispatch.communicator import Communicator, on_release
 from tunedcomm.dispatch.dispatcher import (
     beside_ordered,
     check_limit,
@@ -35,6 +30,7 @@ from tunedcomm.dispatch.dispatcher import (
     forced_ops,
     note_force_mode,
 )
+from tunedcomm.dispatch.groups import get_communicator, live_communicators
 from tunedcomm.dispatch.launches import SHARE_OF_EAGER, Launch, fault_of, fresh_copies, no_intercept, norm_of
 from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError, WrongResultError
 from tunedcomm.selection.select import Decision

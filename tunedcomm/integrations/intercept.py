@@ -51,8 +51,9 @@ from torch.distributed import distributed_c10d
 
 from tunedcomm.db.misses import Counter
 from tunedcomm.dispatch import misses
-from tunedcomm.dispatch.communicator import Communicator, drop_at_exit, get_communicator, is_dry_run, on_forget
+from tunedcomm.dispatch.communicator import Communicator, drop_at_exit, on_forget
 from tunedcomm.dispatch.dispatcher import MISSES, check_limit, check_policy
+from tunedcomm.dispatch.groups import get_communicator, is_dry_run
 from tunedcomm.dispatch.launches import Job, Queue, intercepted, may_intercept, no_intercept, put_off, when_due
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations import after_warmup, check_torch

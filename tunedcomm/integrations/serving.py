@@ -24,8 +24,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from tunedcomm.dispatch.communicator import drop_at_exit, get_communicator
+from tunedcomm.dispatch.communicator import drop_at_exit
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations import after_warmup
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.agreement import policies
-from tunedcomm.dispatch.communicator import Communicator, current, end_group, get_communicator, on_forget
+from tunedcomm.dispatch.communicator import Communicator, current, on_forget
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy
+from tunedcomm.dispatch.groups import end_group, get_communicator
 from tunedcomm.dispatch.launches import is_putting_off, when_due
 from tunedcomm.dispatch.plans import Plan, check_library, library_plan, plan_for
 from tunedcomm.dispatch.plans import explain as explain_problem

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, WorkspaceError
 from tunedcomm.kernels.all_gather.progress import AREA_BYTES, MAX_CHUNKS, Sender
 from tunedcomm.ops.checks import check_differentiable, check_input, check_plain

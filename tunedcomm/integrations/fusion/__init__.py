@@ -37,8 +37,9 @@ from torch import fx
 from torch._inductor import config, custom_graph_pass
 
 import tunedcomm.ops  # noqa: F401 - defines the operators that graphs are rewritten to
-from tunedcomm.dispatch.communicator import drop_at_exit, get_communicator
+from tunedcomm.dispatch.communicator import drop_at_exit
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy, forced_here
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch
 from tunedcomm.integrations.fusion.match import LeftError, Node

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import TuningError
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer
