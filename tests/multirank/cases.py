@@ -26,8 +26,8 @@ Case = Callable[[int], None]
 
 # Where a peer is lost on purpose: beside other tests on two cores a good call may take over a second.
 PEER_TIMEOUT_S = 3.0
-# For tests that keep the variants for CPU tensors.
-HOST = {"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_DB": "/dev/null/tuned.db", "TUNEDCOMM_MISS_LOG": "0"}
+# For tests that keep the variants for CPU tensors. Nobody can make that database, root neither.
+HOST = {"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_DB": "/proc/none/tuned.db", "TUNEDCOMM_MISS_LOG": "0"}
 # What such a machine may stand still for.
 _STALL_S = 20.0
 
@@ -94,7 +94,7 @@ def _forget_settings() -> None:
         del os.environ[name]
     os.environ["TUNEDCOMM_WORKSPACE_MIB"] = "1"
     os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "20"
-    os.environ["TUNEDCOMM_DB"] = os.environ.get("TEST_DB", "/dev/null/tuned.db")
+    os.environ["TUNEDCOMM_DB"] = os.environ.get("TEST_DB", "/proc/none/tuned.db")
     os.environ["TUNEDCOMM_MISS_LOG"] = os.environ.get("TEST_MISS_LOG", "0")
 
 

@@ -33,7 +33,7 @@ import tunedcomm
 PACKAGE = str(Path(tunedcomm.__file__).parent)
 ENVIRONMENT = {
     "TUNEDCOMM_WORKSPACE_MIB": "1",
-    "TUNEDCOMM_DB": "/dev/null/tuned.db",
+    "TUNEDCOMM_DB": "/proc/none/tuned.db",
     "TUNEDCOMM_MISS_LOG": "0",
     "TUNEDCOMM_PEER_TIMEOUT_S": "60",
 }
