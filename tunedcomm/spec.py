@@ -298,6 +298,10 @@ class OpSpec:
     model_shapes: Callable[[Any], Iterable[tuple[int, ...]]] | None = None
     skewed_inputs: str = ""
 
+    def library_copies(self, problem: Problem) -> bool:
+        """True if the library first copies the input, which it works on in place."""
+        return self.in_place and not problem.in_place
+
     def payload_bytes(self, message_bytes: int, world_size: int) -> int:
         """Bytes that algbw counts, as nccl-tests does, of a message of this op."""
         return message_bytes * world_size if self.is_per_rank else message_bytes

@@ -48,6 +48,20 @@ def test_list_groups_by_environment_and_marks_what_autotune_made(stored: str) ->
     assert run("db", "list", "--db", stored).out.count("autotune") == 1
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_tables_say_that_the_library_copies_out_of_place(tmp_path: Path, in_place: bool) -> None:
+    problem = replace(PROBLEM, in_place=in_place)
+    trials = [real_trial(name, us, problem=problem) for name, us in (("library", 14.0), ("lamport", 4.0))]
+    stored = record(tmp_path / "one.db", *trials)
+    place = ["--in-place"] if in_place else []
+    explained = ("explain", *ASKED, *place, "--hardware", "H200")
+    for verb in (("db", "list"), ("db", "show", *ASKED, *place), explained):
+        assert ("copy" in run(*verb, "--db", stored).out) is not in_place, verb
+    assert "copy" in run("db", "stats", "--db", stored).out  # of both kinds together
+    lookup = run("lookup", *explained[1:], "--db", stored, "--json").json
+    assert (lookup["latency_us"], lookup["library_us"]) == (4.0, 14.0)
+
+
 def test_a_damaged_layer_is_skipped_and_named(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = tmp_path / "damaged.db"
     damaged.write_bytes(b"no database at all " * 100)

@@ -126,6 +126,15 @@ def test_contenders_of_an_op_look_different_and_the_same_everywhere() -> None:
     assert style_of("kraken").dash == "dot" != style_of("two_shot").dash
 
 
+def test_the_note_of_a_database_says_that_the_library_copies(everything: Material) -> None:
+    for groups, copies in ((everything.stored, True), (everything.bench, False)):
+        found = [group for group in groups if group.op == "all_reduce" and not group.common.in_place]
+        assert found
+        assert {"copy" in group.library for group in found} == {copies}
+    assert not any("copy" in group.library for group in everything.stored if group.common.in_place)
+    assert not any("copy" in group.library for group in everything.stored if group.op == "all_gather")
+
+
 def test_a_glance_draws_and_lists_every_group(everything: Material) -> None:
     (panel,) = glance_panels({**everything.bench, **everything.stored})
     (figure,), (table,) = panel.figures, panel.tables

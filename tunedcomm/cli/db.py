@@ -41,6 +41,7 @@ from tunedcomm.cli.output import (
     named_candidate,
     note,
     show,
+    title_of,
 )
 from tunedcomm.cli.stored import (
     Contest,
@@ -58,7 +59,7 @@ from tunedcomm.cli.stored import (
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.metrics import format_bytes, format_us, plural
 from tunedcomm.selection.snapshot import matches
-from tunedcomm.spec import Candidate, Mode, admits, check_candidate, format_shape, get_variant
+from tunedcomm.spec import Candidate, Mode, Problem, admits, check_candidate, format_shape, get_variant
 
 if TYPE_CHECKING:
     from tunedcomm.db.diff import Change, Comparison, Difference
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from tunedcomm.db.transfer import Export, Transfer
     from tunedcomm.hardware import Environment
     from tunedcomm.selection.select import Decision
-    from tunedcomm.spec import Limits, Problem, Variant
+    from tunedcomm.spec import Limits, Variant
 
 
 _LIST_COLUMNS: dict[str, Callable[[Contest], object]] = {
@@ -119,7 +120,8 @@ def db_list(
     text: list[str | Table] = [] if found else [_NOTHING]
     for heading, members in headings.items():
         by: dict[str, Callable[[Contest], object]] = {"by": _made_by} if any(map(_made_by, members)) else {}
-        text.append(Table.of(_LIST_COLUMNS | by, members, heading))
+        title = title_of(heading, (contest.problem for contest in members))
+        text.append(Table.of(_LIST_COLUMNS | by, members, title))
     show([_contest_to_dict(contest) for contest in found], [*text, *pin_tables(pins)], as_json=as_json)
 
 
@@ -190,6 +192,7 @@ def _shown(
 ) -> Iterator[str | Table]:
     for contest in found:
         title = f"{contest.problem} on {named(contest.environment)} in the {contest.layer} database"
+        title = title_of(title, [contest.problem])
         yield Table.of(_SHOW_COLUMNS, _by_speed(contest)[:limit], title)
         if (more := len(contest.trials) - limit) > 0:
             note(f"{plural(more, 'more trial')}; --limit {len(contest.trials)} prints them all")
@@ -409,7 +412,8 @@ def _stats_text(name: str, stats: DatabaseStats) -> Iterator[str | Table]:
     for group in stats.groups:
         there = group.environment
         software = f"torch {there.torch}, triton {there.triton}" + (f", driver {there.driver}" if there.driver else "")
-        titles.setdefault(f"{group.op} on {named(there)}, {software}", []).append(group)
+        asked = [Problem(group.op, (), group.dtype, group.world_size)]
+        titles.setdefault(title_of(f"{group.op} on {named(there)}, {software}", asked), []).append(group)
     for title, groups in titles.items():
         yield Table.of(_STATS_COLUMNS, groups, title)
     if unknown := sum(group.unknown for group in stats.groups):

@@ -282,6 +282,12 @@ def kind_of(problem: Problem) -> str:
     return ", ".join([*filter(None, words), *(["in place"] if problem.in_place else [])])
 
 
+def title_of(text: str, problems: Iterable[Problem]) -> str:
+    """The title of a table that compares with the library's stored times, which may include a copy."""
+    copies = any(spec is not None and spec.library_copies(problem) for problem in problems for spec in [_spec(problem)])
+    return f"{text}; the library's times out of place include its copy" if copies else text
+
+
 def named_candidate(candidate: Candidate) -> dict[str, Any]:
     """A candidate's variant and config, for JSON."""
     return {"variant": candidate.variant, "config": candidate.config_dict}

@@ -45,6 +45,7 @@ class Group:
         common: the common fields of the problems, as a problem without a shape.
         gpu, fabric: hardware of the measurements.
         is_host_time: the times are the host's time of a call, not the GPUs' time.
+        library_copies: the library's times include a copy, as databases have them; `bench` measures it in place.
     """
 
     origin: str
@@ -52,6 +53,7 @@ class Group:
     gpu: str = ""
     fabric: str = ""
     is_host_time: bool = False
+    library_copies: bool = False
 
     @property
     def op(self) -> str:
@@ -102,6 +104,8 @@ class Group:
         kept, dropped = (" on CPUs", " on GPUs") if self.fabric == "host" else (" on GPUs", " on CPUs")
         parts = [part for part in found.summary.split(", ") if not part.endswith(dropped)]
         summary = ", ".join(part.removesuffix(kept) for part in parts)
+        if self.library_copies:
+            return f"{summary} out of place, its copy included"
         return f"{summary}, not compiled" if ", then " in summary else summary
 
     def link_gb_s(self, given: float | None = None) -> float | None:
@@ -410,8 +414,9 @@ def _of_problem(
     for name, trial in kept.items():
         assert trial.latency_p50_us is not None
         is_chosen = chosen is not None and (chosen == trial.candidate or name == LIBRARY == chosen.variant)
+        common, copies = replace(problem, shape=()), decision is not None and get_op(problem.op).library_copies(problem)
         yield Measured(
-            group=Group(origin, replace(problem, shape=()), environment.gpu, environment.fabric),
+            group=Group(origin, common, environment.gpu, environment.fabric, library_copies=copies),
             shape=format_shape(problem.shape),
             message_bytes=problem.nbytes if decision is None else get_op(problem.op).message_bytes(problem),
             contender=name,

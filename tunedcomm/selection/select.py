@@ -214,7 +214,10 @@ class Decision:
 
     def explanation(self) -> tuple[str, list[tuple[str, str]]]:
         """The problem and where it runs; the decision, the cost of the same bits, and what is unusual as evidence."""
-        entries = [("runs", str(self.candidate)), (self.source, self.why.replace(str(self.candidate), "it"))]
+        why = self.why.replace(str(self.candidate), "it")
+        if self.problem is not None and self.library_us is not None and self.candidate.variant != "library":
+            why += "; the library's time includes its copy" * get_op(self.problem.op).library_copies(self.problem)
+        entries = [("runs", str(self.candidate)), (self.source, why)]
         if self.ordered_us is not None and self.latency_us is not None:
             cost = self.ordered_us / self.latency_us - 1
             entries.append(("ordered", f"{self.ordered}, {format_us(self.ordered_us)} µs, {cost:+.0%}"))
