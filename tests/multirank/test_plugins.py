@@ -120,7 +120,7 @@ def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
         )
         opened.execute("UPDATE trial SET baseline_p50_us = 1000")
     assert "nice-variants brings all_reduce.gather_sum" in shown[0]
-    assert "library" in shown[2]
+    assert "  runs  " in shown[2]
     assert "gather_sum" in shown[3]
     found = run_ranks(2, body, str(site), (0, 1), str(database), timeout=90, fresh=True)
     assert found == [("gather_sum", "exact")] * 2
