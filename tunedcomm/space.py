@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 from tunedcomm.errors import ConfigError
 
@@ -27,9 +27,11 @@ class SuggestsCategorical(Protocol):
     def suggest_categorical(self, name: str, choices: list[Value]) -> Value: ...
 
 
-def _same(a: object, b: Value) -> bool:
-    """True if `a` is the value `b` and of its very type: True is not 1 in a config."""
-    return type(a) is type(b) and a == b
+def _is_in(value: Any, allowed: frozenset[tuple[type, Value]]) -> bool:
+    try:
+        return (type(value), value) in allowed
+    except TypeError:  # a list from a database has no hash
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +81,17 @@ class Space:
 
     axes: tuple[tuple[str, Axis], ...]
     leading: frozenset[tuple[Value, ...]] | None
+    # Axis to its values with their types: dispatch validates dozens of configs for every new size.
+    _allowed: Mapping[str, frozenset[tuple[type, Value]]] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self, axes: Mapping[str, Axis] | None = None, *, leading: Collection[tuple[Value, ...]] | None = None
     ) -> None:
         object.__setattr__(self, "axes", tuple((axes or {}).items()))
         object.__setattr__(self, "leading", None if leading is None else frozenset(leading))
+        # With the types, for True is not 1 in a config.
+        allowed = {name: frozenset((type(value), value) for value in axis.values()) for name, axis in self.axes}
+        object.__setattr__(self, "_allowed", allowed)
 
     @property
     def _num_leading(self) -> int:
@@ -116,19 +123,20 @@ class Space:
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"a config must be a mapping of axis to value, got {type(config).__name__}: {config!r}")
-        unknown = sorted(str(k) for k in config.keys() - {name for name, _ in self.axes})
-        if unknown:
+        if unknown := sorted(str(name) for name in config if name not in self._allowed):
             raise ConfigError(f"unknown axis {unknown[0]!r} in config {dict(config)!r}; the axes are {self.names}")
         clean: dict[str, Value] = {}
         for name, axis in self.axes:
             if name not in config:
                 raise ConfigError(f"config {dict(config)!r} lacks axis {name!r}; the axes are {self.names}")
             value = config[name]
-            if not any(_same(value, option) for option in axis.values()):
+            if not _is_in(value, self._allowed[name]):
                 raise ConfigError(f"{name}={value!r} is not in its axis; allowed: {list(axis.values())}")
             clean[name] = value
+        if self.leading is None:
+            return clean
         begin = tuple(clean.values())[: self._num_leading]
-        if self.leading is not None and begin not in self.leading:
+        if begin not in self.leading:
             raise ConfigError(f"{', '.join(self.names[: len(begin)])} = {begin} are no values that go together")
         return clean
 

@@ -14,8 +14,8 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.space import Config, Space, Value
@@ -135,7 +135,10 @@ class Problem:
     @property
     def family(self) -> Problem:
         """This problem without its shape: problems of one family are neighbours of each other."""
-        return replace(self, shape=())
+        return Problem(
+            self.op, (), self.dtype, self.world_size, self.reduction, self.input_kind, self.in_place, self.layout,
+            self.scaling, self.mode,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, shape as a list."""
@@ -413,13 +416,27 @@ class Variant:
 _warned: set[tuple[str, str, str]] = set()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """A variant's name with one of its configs."""
+
+    # The hash is kept, since a choice asks for it hundreds of times. It is no field: `asdict` leaves it out.
+    __slots__ = ("_hash", "config", "op", "variant")
+    _hash: ClassVar[int]
 
     op: str
     variant: str
     config: tuple[tuple[str, Value], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.op, self.variant, self.config)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Candidate], tuple[Any, ...]]:
+        """Pickle the contents alone: hashes of strings differ from process to process."""
+        return Candidate, (self.op, self.variant, self.config)
 
     @classmethod
     def of(cls, op: str, variant: str, config: Config) -> Candidate:
@@ -469,6 +486,11 @@ def usual_variants(op: str, *, on_gpu: bool) -> set[str]:
     return {name for name, variant in variants(op).items() if on_gpu or not variant.kernels}
 
 
+def find_op(name: str) -> OpSpec | None:
+    """The op of that name, or None."""
+    return _ops.get(name)
+
+
 def get_op(name: str) -> OpSpec:
     """The op of that name.
 
@@ -478,6 +500,11 @@ def get_op(name: str) -> OpSpec:
     if name not in _ops:
         raise UnknownNameError(f"unknown op {name!r}{did_you_mean(name, _ops)} The ops are {', '.join(sorted(_ops))}.")
     return _ops[name]
+
+
+def find_variant(op: str, name: str) -> Variant | None:
+    """The variant of that op and name, or None."""
+    return _variants.get((op, name))
 
 
 def get_variant(op: str, name: str) -> Variant:

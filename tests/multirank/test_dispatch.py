@@ -530,16 +530,16 @@ def test_what_was_not_tuned_is_counted_on_rank_0(rank: int) -> None:
         strided = torch.ones(2 * SMALL, dtype=torch.bfloat16)[::2]  # through the slow path, each time
         for _ in range(5):
             assert torch.equal(tunedcomm.all_reduce(strided), torch.full((SMALL,), 2.0, dtype=torch.bfloat16))
-        tunedcomm.all_reduce(torch.ones(SMALL, dtype=torch.int64))  # no kernel could run
-        tunedcomm.all_reduce(torch.ones(SMALL), op="max")
+        tunedcomm.all_reduce(torch.ones(SMALL, dtype=torch.int64))  # no kernel could run: left to the log's readers
         with tunedcomm.force("all_reduce", "one_shot"):
             tunedcomm.all_reduce(torch.ones(3 * SMALL))
     dist.barrier()
     misses, skipped = read(log)
-    untuned = problem(SMALL, dtype="bfloat16")
+    untuned, hopeless = problem(SMALL, dtype="bfloat16"), problem(SMALL, dtype="int64")
     assert [(m.problem, m.count, m.source) for m in misses] == [
         (problem(between), 8, "interpolated"),
         (untuned, 5, "library"),
+        (hopeless, 1, "library"),
     ]
     assert skipped == 0
     assert {m.hard_key for m in misses} == {detect().hard_key}

@@ -510,6 +510,13 @@ def test_gpus_are_asked_for_their_own_misses(
     assert "no driver" in from_misses().err
 
 
+def test_what_no_kernel_can_run_is_left_alone(sweep: Sweep, log: Path) -> None:
+    """Calls count what they missed unasked."""
+    append(log, [miss(replace(PROBLEM, **changes), 1000) for changes in ({"dtype": "int64"}, {"shape": (0,)})])
+    assert from_misses().code == 0
+    assert sweep.specs[0].problems == (PROBLEM, OTHER)
+
+
 @pytest.mark.parametrize("made", [True, False], ids=["all tuned", "no log"])
 def test_nothing_to_do(sweep: Sweep, log: Path, tmp_path: Path, made: bool) -> None:
     if made:

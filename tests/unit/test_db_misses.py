@@ -16,7 +16,7 @@ import pytest
 from cli_samples import real_trial
 from db_samples import H200, START, problem, row
 
-from tunedcomm import kernels
+from tunedcomm import kernels, spec
 from tunedcomm.db import engine
 from tunedcomm.db import misses as miss_log
 from tunedcomm.db.misses import Miss, append, compact, log_path, read
@@ -26,7 +26,7 @@ from tunedcomm.dispatch.launches import wrap_launch
 from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.selection.snapshot import Snapshot
-from tunedcomm.spec import Candidate, Problem, why_no_kernel
+from tunedcomm.spec import Candidate, Problem, get_variant, why_no_kernel
 from tunedcomm.symm.layout import limits_for
 
 
@@ -237,6 +237,23 @@ def test_a_missed_plan_counts_its_calls(path: Path) -> None:
     call(near)
     misses.flush()
     assert sum(m.count for m in read(path)[0]) == 13
+
+
+def test_a_call_does_not_ask_whether_a_kernel_could_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking each variant took longer than to decide; `tune --from-misses` asks."""
+    asked: list[Problem] = []
+    variant = get_variant("all_reduce", "lamport")
+    monkeypatch.setitem(
+        spec._variants,
+        ("all_reduce", "lamport"),
+        replace(variant, default=lambda problem, limits: asked.append(problem) or variant.default(problem, limits)),
+    )
+    hopeless = replace(UNTUNED, dtype="int64")
+    call(hopeless)
+    call(UNTUNED)
+    misses.flush()
+    assert [m.problem for m in read(path)[0]] == [UNTUNED, hopeless]
+    assert not {UNTUNED, hopeless} & set(asked)
 
 
 def test_a_policy_that_nothing_can_meet_says_why() -> None:

@@ -3,7 +3,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +139,24 @@ def test_check_candidate_says_why_not() -> None:
     assert "num_blocks=5" in check("two_shot", 5)
     assert "no variant" in check("three_shot", 8)
     assert "for ever" in check("spinning", 8, by_name=False), "one that may wait so runs by name only"
+
+
+def test_candidates_are_the_same_in_every_process() -> None:
+    candidate = Candidate.of("all_reduce", "two_shot", {"num_blocks": 8, "push": "all"})
+    load = f"import pickle; c = pickle.loads({pickle.dumps(candidate)!r})"
+    code = f"{load}; print(hash(c) == hash((c.op, c.variant, c.config)))"
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert printed.stdout == "True\n"
+    assert set(dataclasses.asdict(candidate)) == {"op", "variant", "config"}
+
+
+def test_a_config_of_another_type_is_no_config() -> None:
+    space = Space({"push": Choice(False, True), "num_blocks": Choice(1, 2)})
+    assert space.validate({"num_blocks": 1, "push": True}) == {"push": True, "num_blocks": 1}
+    for config in ({"push": 1, "num_blocks": 1}, {"push": True, "num_blocks": True}, {"push": [], "num_blocks": 1}):
+        with pytest.raises(ConfigError):
+            space.validate(config)
 
 
 def test_former_keywords_of_plug_ins_still_work() -> None:

@@ -23,7 +23,7 @@ from tunedcomm.db.records import utc_now
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import DatabaseAccessError
-from tunedcomm.spec import NumericsPolicy, Problem, why_no_kernel
+from tunedcomm.spec import NumericsPolicy, Problem
 
 logger = logging.getLogger("tunedcomm")
 
@@ -57,8 +57,8 @@ def counter(
 ) -> Counter | None:
     """The counter of an untuned problem's calls, or None where they are not counted.
 
-    Rank 0 counts for all, for ranks meet the same problems. Not counted are problems that no kernel can run, and new
-    ones when `MAX_PROBLEMS` are counted already.
+    Rank 0 counts for all, for ranks meet the same problems. Once `MAX_PROBLEMS` are counted, new ones are not. The
+    readers of counts leave out problems that no kernel can run: to find that out takes longer than a call.
 
     Args:
         communicator: of the group that calls it; takes a note of the problem if it takes notes.
@@ -68,8 +68,6 @@ def counter(
     """
     noted = communicator.noted
     if communicator.rank != 0 or (noted is None and source not in MISSES):
-        return None
-    if why_no_kernel(problem, communicator.limits, "any") is not None:
         return None
     found = _of_log(communicator, problem, source) if source in MISSES and settings.miss_log() is not False else None
     if noted is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tunedcomm.kernels.common.source_hash import source_hash
 from tunedcomm.kernels.plugins import load_plugins
-from tunedcomm.spec import variants
+from tunedcomm.spec import find_variant
 
 __all__ = ["discover", "source_hash", "source_hash_of"]
 
@@ -67,7 +67,7 @@ def discover() -> None:
 
 def source_hash_of(op: str, variant: str) -> str | None:
     """Hash of the variant's kernels as they are now; None if there is no such variant."""
-    found = variants(op).get(variant)
+    found = find_variant(op, variant)
     return None if found is None else source_hash(found)
 
 

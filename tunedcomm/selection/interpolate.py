@@ -52,7 +52,7 @@ from tunedcomm.selection.score import (
     why_outranked,
 )
 from tunedcomm.selection.snapshot import Row
-from tunedcomm.spec import Candidate, Mode, Problem, ops
+from tunedcomm.spec import Candidate, Mode, Problem, find_op
 
 # A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
 MAX_GAP = 16
@@ -180,7 +180,7 @@ def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:
     places = [problem.in_place, not problem.in_place]
     # The other 16-bit dtype before the other place: out of place the library's time holds a copy.
     for place, dtype, kind, (layout, scaling), reduction in itertools.product(
-        places, dtypes, kinds, _forms(problem), reductions
+        places, dtypes, kinds, related_forms(problem), reductions
     ):
         like = replace(
             problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction, layout=layout, scaling=scaling
@@ -189,9 +189,9 @@ def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:
         yield like, ", ".join(f"{name}={'none' if value == '' else value}" for name, value in changed.items())
 
 
-def _forms(problem: Problem) -> list[tuple[str, str]]:
+def related_forms(problem: Problem) -> list[tuple[str, str]]:
     """The problem's (layout, scaling), then those that may answer for it (`OpSpec.related_forms`), nearest first."""
-    spec = ops().get(problem.op)
+    spec = find_op(problem.op)
     layouts, scalings = ((), ()) if spec is None else spec.related_forms(problem)
     every_layout = dict.fromkeys((problem.layout, *layouts))
     return [(layout, scaling) for scaling in dict.fromkeys((problem.scaling, *scalings)) for layout in every_layout]

@@ -27,16 +27,18 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
 from tunedcomm.metrics import format_bytes, format_us
-from tunedcomm.selection.interpolate import GEMM_EXTENTS, MAX_GAP, MAX_REACH, Rounds, predict_between, related_problems
+from tunedcomm.selection.families import Family, Shape, Tables
+from tunedcomm.selection.interpolate import GEMM_EXTENTS, MAX_GAP, MAX_REACH, Rounds, predict_between
 from tunedcomm.selection.score import Pool, Scored, pool
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import (
@@ -47,6 +49,7 @@ from tunedcomm.spec import (
     Problem,
     admits,
     check_candidate,
+    find_variant,
     format_shape,
     get_op,
     get_variant,
@@ -119,7 +122,7 @@ class Registered(Catalog):
         return self.hash_of(op, variant)
 
     def numerics(self, op: str, variant: str) -> Numerics | None:
-        found = variants(op).get(variant)
+        found = find_variant(op, variant)
         return None if found is None else found.numerics
 
     def message_bytes(self, problem: Problem) -> int:
@@ -270,20 +273,20 @@ def choose(
             is known.
     """
     catalog = catalog if forced is not None else catalog.under(policy)
-    lookup = _Lookup(snapshot, catalog, policy, max_sms, requested=problem, problem=problem)
+    lookup = _Lookup(_tables(snapshot, catalog, problem.op), catalog, policy, max_sms, problem, problem)
     if forced is not None:
         return _forced(lookup, forced)
     decision = _pinned(lookup) or _measured(lookup, MAX_REACH) or _borrowed(lookup, MAX_REACH) or _heuristic(lookup)
     if decision is None and not lookup.library_admitted:
         # The library may not run at all, so a kernel slower than it does no harm: extrapolate to any size.
         decision = _interpolated(lookup, None) or _borrowed(lookup, None)
-        decision = decision or _rule_of_thumb(lookup, lookup.rows_of_problem()) or _unmeasured_default(lookup)
+        decision = decision or _rule_of_thumb(lookup, at_size=True) or _unmeasured_default(lookup)
     if decision is None or (decision.candidate == lookup.library and decision.source != "pin"):
         at_size = decision is None or decision.source == "exact"
-        rows = lookup.rows_of_problem() if at_size else snapshot.rows
-        decision = _rule_of_thumb(lookup, rows) or decision or _library(lookup)
-    for row in snapshot.family_rows(problem, borrowed=True) if decision.source != "borrowed" else ():
-        if row.problem == problem and not row.is_library:
+        decision = _rule_of_thumb(lookup, at_size=at_size) or decision or _library(lookup)
+    if decision.source != "borrowed":
+        lent = lookup.tables.family(problem.family, borrowed=True).by_shape.get(problem.shape, ())
+        for row in (row for row in lent if not row.is_library):
             lookup.pass_over(row.candidate, f"measured only on {row.environment.gpu}, which is borrowed")
     passed = {candidate: reason for candidate, reason in lookup.passed.items() if candidate != decision.candidate}
     return replace(decision, passed_over=tuple(sorted((str(c), reason) for c, reason in passed.items())))
@@ -304,8 +307,19 @@ def winners(
 
 def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Pool:
     """The candidates measured at `problem` itself that `choose` compares under the default policy."""
-    lookup = _Lookup(snapshot, catalog, "default", None, requested=problem, problem=problem)
-    return lookup.pool(lookup.rows_of_problem(), predicted=False)
+    lookup = _Lookup(_tables(snapshot, catalog, problem.op), catalog, "default", None, problem, problem)
+    return lookup.pool(lookup.rows_of_problem(), lookup.failed(None))
+
+
+def _tables(snapshot: Snapshot, catalog: Catalog, op: str) -> Tables:
+    """The snapshot's rows of `op`, arranged for the kernels that the catalog has now."""
+    hashes = {variant: catalog.source_hash(*variant) for variant in snapshot.variants(op)}
+    key = (type(catalog), op, *hashes.values())
+    found: Tables | None = snapshot.arranged.get(key)
+    if found is None:
+        found = Tables(snapshot, op, hashes, lambda problem: max(1, catalog.message_bytes(problem)))
+        snapshot.arranged[key] = found
+    return found
 
 
 @dataclass(slots=True)
@@ -316,7 +330,7 @@ class _Lookup:
     `borrowed` selects the rows of other hardware.
     """
 
-    snapshot: Snapshot
+    tables: Tables
     catalog: Catalog
     policy: NumericsPolicy
     max_sms: int | None
@@ -334,15 +348,21 @@ class _Lookup:
     def library_admitted(self) -> bool:
         return admits(self.policy, "library")
 
-    def size(self, problem: Problem) -> int:
-        return max(1, self.catalog.message_bytes(problem))
+    @property
+    def size(self) -> int:
+        return self.tables.size_of(self.problem)
 
-    def rows(self, like: Problem) -> tuple[Row, ...]:
-        """Rows of all sizes of the family of `like`."""
-        return self.snapshot.family_rows(like, borrowed=self.borrowed)
+    @property
+    def family(self) -> Family:
+        """Rows of the family of the problem."""
+        return self.tables.family(self.problem.family, borrowed=self.borrowed)
+
+    def related(self) -> tuple[tuple[Family, str], ...]:
+        """Families with rows that may answer for the problem, nearest first, each with what was relaxed."""
+        return self.tables.related(self.problem, borrowed=self.borrowed)
 
     def rows_of_problem(self) -> list[Row]:
-        return [row for row in self.rows(self.problem) if row.problem == self.problem]
+        return self.family.by_shape.get(self.problem.shape, [])
 
     def pass_over(self, candidate: Candidate, reason: str) -> None:
         self.passed.setdefault(candidate, reason)
@@ -366,44 +386,42 @@ class _Lookup:
         reason = f"takes {sms} SMs" if sms >= 0 else "takes an unknown number of SMs"
         return f"{reason}, with max_sms={self.max_sms}"
 
-    def why_stale(self, candidate: Candidate, source_hash: str) -> str | None:
-        """Return why a row with this source hash no longer counts, or None."""
-        current = self.catalog.source_hash(candidate.op, candidate.variant)
-        if current is None:
-            return f"variant {candidate.variant!r} has no source here"
-        changed = "its source has changed since it was measured; `tunedcomm tune` measures it again"
-        return None if current == source_hash else changed
+    def why_stale(self, row: Row) -> str | None:
+        """Return why the row no longer counts, or None."""
+        if self.tables.is_fresh(row):
+            return None
+        if self.tables.hash_of(row.candidate) is None:
+            return f"variant {row.candidate.variant!r} has no source here"
+        return "its source has changed since it was measured; `tunedcomm tune` measures it again"
 
     def fresh(self, rows: Iterable[Row]) -> list[Row]:
         """Rows whose kernel is still the same; the library's always are."""
-        return [row for row in rows if row.is_library or self.why_stale(row.candidate, row.source_hash) is None]
+        return [row for row in rows if self.tables.is_fresh(row)]
 
-    def usable(self, rows: Sequence[Row], *, predicted: bool) -> dict[Candidate, str | None]:
-        """Each challenger with the reason why it may not run, or None.
+    def failed(self, family: Problem | None) -> Mapping[Candidate, str]:
+        """Candidates that failed where a prediction from rows of `family` looks, or if None at the rows themselves."""
+        families = [] if family is None else [self.problem.family, family]
+        families += [self.requested.family] if self.problem != self.requested else []
+        return self.tables.failed(dict.fromkeys(families))
 
-        A prediction also takes failures into account: in the families of the rows and of the problem.
-        """
-        families = {self.requested.family} if self.problem != self.requested else set()
-        if predicted:
-            families |= {self.problem.family, *(row.problem.family for row in rows)}
-        failed = {c: f"{how}; it is not used where it was not measured" for c, how in self.failed(families).items()}
-        return {
-            row.candidate: self.why_excluded(row.candidate) or failed.get(row.candidate)
-            for row in rows
-            if not row.is_library
-        }
+    def usable(self, rows: Iterable[Row], failed: Mapping[Candidate, str]) -> dict[Candidate, str | None]:
+        """Each challenger with the reason why it may not run, or None; `failed` as `failed()` has it."""
+        return {row.candidate: self.why_unusable(row.candidate, failed) for row in rows if not row.is_library}
 
-    def failed(self, families: Collection[Problem]) -> dict[Candidate, str]:
-        """Candidates whose current kernels failed in these families, each with the status and the problem."""
-        found: dict[Candidate, str] = {}
-        for failure in self.snapshot.failures if families else ():
-            if failure.problem.family in families and self.why_stale(failure.candidate, failure.source_hash) is None:
-                found.setdefault(failure.candidate, f"was {failure.status} at {failure.problem}")
-        return found
+    def why_unusable(self, candidate: Candidate, failed: Mapping[Candidate, str]) -> str | None:
+        """Return why the candidate may not run, also where it failed nearby, or None."""
+        if reason := self.why_excluded(candidate):
+            return reason
+        how = failed.get(candidate) if failed else None
+        return None if how is None else f"{how}; it is not used where it was not measured"
 
-    def pool(self, rows: Sequence[Row], *, predicted: bool, every_trial: bool = False) -> Pool:
+    def serves(self, rows: Iterable[Row], failed: Mapping[Candidate, str]) -> bool:
+        """True if some challenger of fresh rows may be used."""
+        return any(not row.is_library and self.why_unusable(row.candidate, failed) is None for row in rows)
+
+    def pool(self, rows: Sequence[Row], failed: Mapping[Candidate, str], *, every_trial: bool = False) -> Pool:
         """The pool of the rows that still count; records why the others do not."""
-        usable = self.usable(rows, predicted=predicted)
+        usable = self.usable(rows, failed)
         self.report(rows, usable)
         return pool(self.fresh(rows), usable, every_trial=every_trial)
 
@@ -412,7 +430,7 @@ class _Lookup:
         rows = [row for row in rows if not row.is_library]
         fresh = {row.candidate for row in self.fresh(rows)}
         for row in rows:
-            stale = None if row.candidate in fresh else self.why_stale(row.candidate, row.source_hash)
+            stale = None if row.candidate in fresh else self.why_stale(row)
             if reason := stale or usable.get(row.candidate):
                 self.pass_over(row.candidate, reason)
 
@@ -434,18 +452,18 @@ def _forced(lookup: _Lookup, forced: Candidate) -> Decision:
 
 
 def _pinned(lookup: _Lookup) -> Decision | None:
-    for pin in lookup.snapshot.pins:
-        if pin.problem != lookup.problem:
-            continue
-        is_library = pin.candidate == lookup.library
-        reason = None if is_library and lookup.library_admitted else lookup.why_excluded(pin.candidate)
-        # A failure elsewhere in the family does not count where the candidate was good at this very problem.
-        if not is_library and pin.candidate not in {row.candidate for row in lookup.fresh(lookup.rows_of_problem())}:
-            reason = reason or lookup.failed({lookup.problem.family}).get(pin.candidate)
-        if reason is None:
-            text = f"{pin.candidate} is pinned in the {pin.layer} layer: {pin.reason or 'no reason given'}"
-            return replace(_unmeasured(lookup, pin.candidate, "pin", text), layer=pin.layer)
-        lookup.pass_over(pin.candidate, f"pinned, but {reason}")
+    pin = lookup.tables.pin(lookup.problem)
+    if pin is None:
+        return None
+    is_library = pin.candidate == lookup.library
+    reason = None if is_library and lookup.library_admitted else lookup.why_excluded(pin.candidate)
+    # A failure elsewhere in the family does not count where the candidate was good at this very problem.
+    if not is_library and pin.candidate not in {row.candidate for row in lookup.fresh(lookup.rows_of_problem())}:
+        reason = reason or lookup.tables.failed([lookup.problem.family]).get(pin.candidate)
+    if reason is None:
+        text = f"{pin.candidate} is pinned in the {pin.layer} layer: {pin.reason or 'no reason given'}"
+        return replace(_unmeasured(lookup, pin.candidate, "pin", text), layer=pin.layer)
+    lookup.pass_over(pin.candidate, f"pinned, but {reason}")
     return None
 
 
@@ -462,53 +480,60 @@ def _unmeasured(lookup: _Lookup, candidate: Candidate, source: Source, why: str)
 def _exact(lookup: _Lookup) -> Decision | None:
     rows = lookup.rows_of_problem()
     # The finals were measured with all SMs; the best on a few of them is seldom among them.
-    found = lookup.pool(rows, predicted=False, every_trial=lookup.max_sms is not None)
+    found = lookup.pool(rows, lookup.failed(None), every_trial=lookup.max_sms is not None)
     if not found.scored:
         return None
-    near = partial(_near_pools, lookup, _rows_by_size(lookup, lookup.problem), lookup.size(lookup.problem))
-    return _settle(lookup, found, rows, "exact", "", near=near)
+    return _settle(lookup, found, rows, "exact", "", near=partial(_near_pools, lookup, lookup.family))
 
 
 def _interpolated(lookup: _Lookup, reach: int | None) -> Decision | None:
     """Ask the family, then related ones; `reach` None lifts the bound on extrapolation."""
-    for like, relaxed in related_problems(lookup.problem):
-        sizes = _rows_by_size(lookup, like)
-        if sizes and (decision := _interpolate(lookup, sizes, reach, f" with {relaxed}" if relaxed else "")):
+    related = lookup.related()
+    for family, relaxed in related:
+        if decision := _interpolate(lookup, family, reach, f" with {relaxed}" if relaxed else ""):
             return decision
-    for like, relaxed in related_problems(lookup.problem):
-        if rows := _nearest_shape(lookup, like, reach):
+    for family, relaxed in related:
+        if rows := _nearest_shape(lookup, family, reach):
             text = f"as at the nearest measured shape, {format_shape(rows[0].problem.shape)}"
-            return _nearby_winner(lookup, rows, f"{text}{f' with {relaxed}' if relaxed else ''}: ")
+            return _nearby_winner(lookup, family, rows, f"{text}{f' with {relaxed}' if relaxed else ''}: ")
     return None
 
 
-def _interpolate(lookup: _Lookup, sizes: dict[int, list[Row]], reach: int | None, relaxed: str) -> Decision | None:
+def _interpolate(lookup: _Lookup, family: Family, reach: int | None, relaxed: str) -> Decision | None:
     """Decide from one family's rows: at the size itself, between two sizes, or as at the nearest."""
-    size = lookup.size(lookup.problem)
-    if size in sizes:
-        found = lookup.pool(sizes[size], predicted=True)
-        text = f"measured at {_named(sizes[size], size)}{relaxed}: "
-        near = partial(_near_pools, lookup, sizes, size)
-        return _settle(lookup, found, sizes[size], "interpolated", text, near=near)
-    below = max((s for s in sizes if s < size), default=None)
-    above = min((s for s in sizes if s > size), default=None)
+    sizes = family.fresh_sizes(lookup.problem.shape)
+    if sizes is None:
+        return None
+    size, failed = lookup.size, lookup.failed(family.problem)
+    here = sizes.rows.get(size, [])
+    if lookup.serves(here, failed):
+        found = lookup.pool(here, failed)
+        text = f"measured at {_named(here, size)}{relaxed}: "
+        near = partial(_near_pools, lookup, family)
+        return _settle(lookup, found, here, "interpolated", text, near=near)
+    larger = (s for s in sizes.above(size) if lookup.serves(sizes.rows[s], failed))
+    below = next((s for s in sizes.below(size) if lookup.serves(sizes.rows[s], failed)), None)
+    above = next(larger, None)
     if below is not None and above is not None and above <= MAX_GAP * below:
-        after = min((s for s in sizes if s > above), default=None)
-        further = sizes[after] if after is not None and after <= MAX_GAP * size else []
-        rows = [*sizes[below], *sizes[above]]
-        usable = lookup.usable([*rows, *further], predicted=True)
+        after = next(larger, None)
+        further = sizes.rows[after] if after is not None and after <= MAX_GAP * size else []
+        rows = [*sizes.rows[below], *sizes.rows[above]]
+        usable = lookup.usable([*rows, *further], failed)
         rounds = Rounds(further, lookup.problem, lookup.catalog.num_rounds)
-        found = predict_between(sizes[below], sizes[above], (below, size, above), usable, rounds)
+        found = predict_between(sizes.rows[below], sizes.rows[above], (below, size, above), usable, rounds)
         if found.scored:
             lookup.report(rows, usable)
-            text = f"predicted between {_named(sizes[below], below)} and {_named(sizes[above], above)}{relaxed}: "
+            between = f"{_named(sizes.rows[below], below)} and {_named(sizes.rows[above], above)}"
+            text = f"predicted between {between}{relaxed}: "
             return _settle(lookup, found, rows, "interpolated", text)
     ends = [s for s in (below, above) if s is not None]
+    if not ends:
+        return None
     nearest = min(ends, key=lambda s: (max(s, size) / min(s, size), s))
     if reach is None or max(nearest, size) <= reach * min(nearest, size):
-        return _nearby_winner(
-            lookup, sizes[nearest], f"as at the nearest measured size, {_named(sizes[nearest], nearest)}{relaxed}: "
-        )
+        rows = sizes.rows[nearest]
+        text = f"as at the nearest measured size, {_named(rows, nearest)}{relaxed}: "
+        return _nearby_winner(lookup, family, rows, text)
     return None
 
 
@@ -518,45 +543,37 @@ def _named(rows: Sequence[Row], size: int) -> str:
     return format_shape(shape) if len(shape) == GEMM_EXTENTS else format_bytes(size)
 
 
-def _nearby_winner(lookup: _Lookup, rows: list[Row], text: str) -> Decision:
+def _nearby_winner(lookup: _Lookup, family: Family, rows: list[Row], text: str) -> Decision:
     """The winner of another size or shape; its time at this one is not known."""
-    found = lookup.pool(rows, predicted=True, every_trial=True)
+    found = lookup.pool(rows, lookup.failed(family.problem), every_trial=True)
     return replace(_settle(lookup, found, rows, "interpolated", text), **_NO_TIMES)
 
 
-def _rows_by_size(lookup: _Lookup, like: Problem) -> dict[int, list[Row]]:
-    """Rows of the family of `like` by message bytes, where some challenger may be used; smallest first."""
-    rows = [row for row in lookup.rows(like) if row.problem.shape[1:] == like.shape[1:]]
-    usable = lookup.usable(rows, predicted=True)
-    by_size: dict[int, list[Row]] = {}
-    for row in lookup.fresh(rows):
-        by_size.setdefault(lookup.size(row.problem), []).append(row)
-    return {size: by_size[size] for size in sorted(by_size) if pool(by_size[size], usable).scored}
-
-
-def _near_pools(lookup: _Lookup, sizes: dict[int, list[Row]], size: int) -> list[Pool]:
+def _near_pools(lookup: _Lookup, family: Family) -> list[Pool]:
     """The pools of the nearest two sizes below and above."""
-    below, above = [s for s in sizes if s < size], [s for s in sizes if s > size]
-    return [pool(sizes[s], lookup.usable(sizes[s], predicted=False)) for s in (*below[-2:], *above[:2])]
-
-
-def _nearest_shape(lookup: _Lookup, like: Problem, reach: int | None) -> list[Row]:
-    """Rows of the nearest shape of 3 or 4 extents within reach where some challenger may be used."""
-    if len(lookup.problem.shape) < GEMM_EXTENTS or 0 in lookup.problem.shape:
+    sizes = family.fresh_sizes(lookup.problem.shape)
+    if sizes is None:
         return []
-    by_shape: dict[tuple[int, ...], list[Row]] = {}
-    for row in lookup.fresh(lookup.rows(like)):
-        by_shape.setdefault(row.problem.shape, []).append(row)
+    nearby, predicting, failed = sizes.rows, lookup.failed(family.problem), lookup.failed(None)
+    below, above = (
+        list(islice((s for s in side if lookup.serves(nearby[s], predicting)), 2))
+        for side in (sizes.below(lookup.size), sizes.above(lookup.size))
+    )
+    return [pool(nearby[s], lookup.usable(nearby[s], failed)) for s in (*reversed(below), *above)]
 
-    def factors(shape: tuple[int, ...]) -> list[float]:
-        return [max(x, y, 1) / max(min(x, y), 1) for x, y in zip(shape, lookup.problem.shape, strict=True)]
 
-    near = [shape for shape in by_shape if reach is None or max(factors(shape)) <= reach]
-    for shape in sorted(near, key=lambda shape: (math.prod(factors(shape)), shape)):
-        rows = by_shape[shape]
-        if pool(rows, lookup.usable(rows, predicted=True)).scored:
-            return rows
-    return []
+def _nearest_shape(lookup: _Lookup, family: Family, reach: int | None) -> list[Row]:
+    """Rows of the nearest shape of 3 or 4 extents within reach where some challenger may be used."""
+    asked = lookup.problem.shape
+    if len(asked) < GEMM_EXTENTS or 0 in asked:
+        return []
+    near: list[tuple[float, Shape]] = []
+    for shape in family.fresh_by_shape:
+        factors = [max(x, y, 1) / max(min(x, y), 1) for x, y in zip(shape, asked, strict=True)]
+        if reach is None or max(factors) <= reach:
+            near.append((math.prod(factors), shape))
+    failed = lookup.failed(family.problem)
+    return next((rows for _, shape in sorted(near) if lookup.serves(rows := family.fresh_by_shape[shape], failed)), [])
 
 
 def _measured(lookup: _Lookup, reach: int | None) -> Decision | None:
@@ -583,22 +600,26 @@ def _heuristic(lookup: _Lookup) -> Decision | None:
     return replace(decision, source="heuristic", why=why, **_NO_TIMES)
 
 
-def _rule_of_thumb(lookup: _Lookup, rows: Sequence[Row]) -> Decision | None:
-    """Choose a variant by rule of thumb; None if no variant has such a rule here, or if `rows` say how fast it is."""
+def _rule_of_thumb(lookup: _Lookup, *, at_size: bool) -> Decision | None:
+    """Choose a variant by rule of thumb; None if no variant has such a rule here, or if rows say how fast it is.
+
+    With `at_size` only rows of the problem itself say so, else any of the op.
+    """
     candidate = lookup.catalog.untuned(lookup.problem)
-    if candidate is None or lookup.why_excluded(candidate) or candidate in lookup.failed({lookup.problem.family}):
+    if candidate is None or lookup.why_excluded(candidate):
         return None
-    measured = {(row.problem.op, row.candidate.variant) for row in lookup.fresh(rows)}
-    if (candidate.op, candidate.variant) in measured:
+    rows = lookup.rows_of_problem()
+    measured = {row.candidate.variant for row in lookup.fresh(rows)} if at_size else lookup.tables.measured
+    if candidate.variant in measured or candidate in lookup.tables.failed([lookup.problem.family]):
         return None
-    what = f"{candidate.variant} was not" if rows else "nothing of this size is"
+    what = f"{candidate.variant} was not" if rows or not at_size else "nothing of this size is"
     why = f"{what} measured here, so {candidate} runs by rule of thumb; `tunedcomm tune` measures it"
     return _unmeasured(lookup, candidate, "heuristic", why)
 
 
 def _unmeasured_default(lookup: _Lookup) -> Decision | None:
     """Where the library may not run, the default config of the first variant that can; None if none can."""
-    failed = lookup.failed({lookup.problem.family})
+    failed = lookup.tables.failed([lookup.problem.family])
     for candidate in lookup.catalog.defaults(lookup.problem, lookup.max_sms):
         # The library's own transfers take as many SMs as they like.
         free = lookup.max_sms is not None and lookup.catalog.num_blocks(lookup.requested, candidate) < 0
@@ -616,12 +637,12 @@ def _unmeasured_default(lookup: _Lookup) -> Decision | None:
 
 
 def _library(lookup: _Lookup) -> Decision:
-    rows, advice = lookup.rows(lookup.problem), "; `tunedcomm tune` measures it"
-    if rows:
-        size = lookup.size(lookup.problem)
-        nearest = min({lookup.size(row.problem) for row in rows}, key=lambda s: (abs(math.log(s / size)), s))
-        rows = tuple(row for row in rows if lookup.size(row.problem) == nearest)
-        lookup.report(rows, lookup.usable(rows, predicted=True))
+    advice = "; `tunedcomm tune` measures it"
+    if by_size := lookup.family.every_size.rows:
+        size = lookup.size
+        nearest = min(by_size, key=lambda s: (abs(math.log(s / size)), s))
+        rows = by_size[nearest]
+        lookup.report(rows, lookup.usable(rows, lookup.failed(lookup.problem.family)))
         why = f"what is measured at {_named(rows, nearest)}, the nearest size, may not serve this one"
         if any(row.problem == lookup.problem for row in rows):
             why, advice = "of what is measured at this very size only the library may serve", ""

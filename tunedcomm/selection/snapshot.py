@@ -108,6 +108,7 @@ class Snapshot:
         pins: at most one a problem.
         notes: warnings for a person, e.g. that the rows were measured under older software.
         digest: SHA-256 over the contents without trial ids.
+        arranged: tables that choices have made of the rows, see `families`.
     """
 
     environment: Environment
@@ -117,7 +118,11 @@ class Snapshot:
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
     digest: str = field(init=False)
-    _families: Mapping[tuple[Problem, bool], tuple[Row, ...]] = field(init=False, repr=False, compare=False)
+    arranged: dict[Any, Any] = field(init=False, repr=False, compare=False)
+    _families: Mapping[str, Mapping[tuple[Problem, bool], tuple[Row, ...]]] = field(
+        init=False, repr=False, compare=False
+    )
+    _variants: Mapping[str, tuple[tuple[str, str], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -138,17 +143,33 @@ class Snapshot:
         put(self, "failures", tuple(failure for _, _, failure in sorted(failures, key=place)))
         put(self, "pins", tuple(sorted(self.pins, key=lambda pin: pin.problem)))
         put(self, "digest", self._digest())
+        put(self, "arranged", {})
         family_of = [problem.family for problem in problems.values]
-        families: dict[tuple[Problem, bool], list[Row]] = {}
+        families: dict[str, dict[tuple[Problem, bool], list[Row]]] = {}
         for (problem, borrowed), group in itertools.groupby(
             rows, key=lambda numbered: (numbered[0], numbered[2].borrowed)
         ):
-            families.setdefault((family_of[problem], borrowed), []).extend(row for _, _, row in group)
-        put(self, "_families", {family: tuple(found) for family, found in families.items()})
+            of_op = families.setdefault(family_of[problem].op, {})
+            of_op.setdefault((family_of[problem], borrowed), []).extend(row for _, _, row in group)
+        frozen = {op: {family: tuple(found) for family, found in of_op.items()} for op, of_op in families.items()}
+        put(self, "_families", frozen)
+        named: dict[str, set[tuple[str, str]]] = {}
+        for problem, candidate in {(problem, candidate) for problem, candidate, _ in (*rows, *failures)}:
+            of = candidates.values[candidate]
+            named.setdefault(problems.values[problem].op, set()).add((of.op, of.variant))
+        put(self, "_variants", {op: tuple(sorted(found)) for op, found in named.items()})
+
+    def families(self, op: str) -> Mapping[tuple[Problem, bool], tuple[Row, ...]]:
+        """The op's rows of all sizes by family, a problem without a shape, and by whether they are borrowed."""
+        return self._families.get(op, {})
 
     def family_rows(self, problem: Problem, *, borrowed: bool = False) -> tuple[Row, ...]:
         """Rows of all sizes of the family of `problem`: of this hardware, or the borrowed ones."""
-        return self._families.get((problem.family, borrowed), ())
+        return self.families(problem.op).get((problem.family, borrowed), ())
+
+    def variants(self, op: str) -> tuple[tuple[str, str], ...]:
+        """The variants, as op and name, of rows and failures at problems of `op`."""
+        return self._variants.get(op, ())
 
     def __reduce__(self) -> tuple[type[Snapshot], tuple[Any, ...]]:
         """Pickle the contents alone: the digest of a snapshot that arrives is computed anew from what arrived."""

@@ -53,7 +53,8 @@ class _CpuVariant(VariantBase):
         return 0
 
     def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
-        return self.infeasible(problem, self.default(problem, limits), limits) is None
+        # Without such a host no config is feasible, and looking for one walks the space.
+        return limits.host_cores > 0 and self.infeasible(problem, self.default(problem, limits), limits) is None
 
 
 class HostVariant(_CpuVariant):

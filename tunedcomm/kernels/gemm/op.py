@@ -76,8 +76,13 @@ def usual_dtype(dtype: str) -> str:
 
 def gemm_layout(problem: Problem) -> GemmLayout:
     """The problem's layout, taken apart."""
-    parts = problem.layout.split("+")
-    dtype = next((part for part in parts if part in ITEMSIZE), usual_dtype(problem.dtype))
+    return _parse_layout(problem.layout, problem.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_layout(layout: str, dtype: str) -> GemmLayout:
+    parts = layout.split("+")
+    dtype = next((part for part in parts if part in ITEMSIZE), usual_dtype(dtype))
     return GemmLayout(parts[0] == "nk", "bias" in parts, "gathered" in parts, dtype)
 
 
