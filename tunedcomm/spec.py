@@ -420,9 +420,10 @@ _warned: set[tuple[str, str, str]] = set()
 class Candidate:
     """A variant's name with one of its configs."""
 
-    # The hash is kept, since a choice asks for it hundreds of times. It is no field: `asdict` leaves it out.
-    __slots__ = ("_hash", "config", "op", "variant")
+    # Hash and name are kept, since a choice asks for them hundreds of times. As fields `asdict` would show them.
+    __slots__ = ("_hash", "_name", "config", "op", "variant")
     _hash: ClassVar[int]
+    _name: ClassVar[str]
 
     op: str
     variant: str
@@ -430,6 +431,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.op, self.variant, self.config)))
+        object.__setattr__(self, "_name", "")
 
     def __hash__(self) -> int:
         return self._hash
@@ -448,8 +450,10 @@ class Candidate:
         return dict(self.config)
 
     def __str__(self) -> str:
-        inner = ", ".join(f"{name}={value}" for name, value in self.config)
-        return f"{self.variant}({inner})"
+        if not self._name:
+            inner = ", ".join(f"{name}={value}" for name, value in self.config)
+            object.__setattr__(self, "_name", f"{self.variant}({inner})")
+        return self._name
 
 
 _ops: dict[str, OpSpec] = {}

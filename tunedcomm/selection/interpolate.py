@@ -125,9 +125,11 @@ def _most_conclusive(
 ) -> tuple[list[Candidate], tuple[tuple[Row, str], ...]]:
     """The candidates with the most conclusive rows, and the rows of the others with the reason."""
     worst = {c: max((row for row in pair if row is not None), key=tier_without_finals) for c, pair in pairs.items()}
-    reference = min(worst.values(), key=tier_without_finals)
-    kept = [c for c, row in worst.items() if tier_without_finals(row) == tier_without_finals(reference)]
-    return kept, tuple((row, why_outranked(row, reference)) for c, row in worst.items() if c not in kept)
+    tiers = {c: tier_without_finals(row) for c, row in worst.items()}
+    best = min(tiers.values())
+    kept = [c for c, tier in tiers.items() if tier == best]
+    reference = worst[kept[0]]
+    return kept, tuple((row, why_outranked(row, reference)) for c, row in worst.items() if tiers[c] != best)
 
 
 def _line(ends: tuple[float | None, ...], weight: float) -> float | None:

@@ -113,7 +113,8 @@ class Registered(Catalog):
     hash_of: Callable[[str, str], str | None]
 
     def under(self, policy: NumericsPolicy) -> Registered:
-        return replace(self, limits=replace(self.limits, ordered=not admits(policy, "library")))
+        ordered = not admits(policy, "library")
+        return self if self.limits.ordered == ordered else replace(self, limits=replace(self.limits, ordered=ordered))
 
     def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
         return check_candidate(problem, candidate, self.limits, by_name=by_name)
@@ -686,12 +687,10 @@ def _settle(
     if near and len(tied) > 1:
         pools = near()
         winner = min(tied, key=lambda scored: _preference(scored, pools))
+    against = f"µs against {format_us(winner.score)} µs of {winner.candidate}"
     for other in beating:
         tie = "a tie within the noise, decided by the neighbouring sizes and the name: " if other in tied else ""
-        lookup.pass_over(
-            other.candidate,
-            f"{tie}{format_us(other.score)} µs against {format_us(winner.score)} µs of {winner.candidate}",
-        )
+        lookup.pass_over(other.candidate, f"{tie}{format_us(other.score)} {against}")
     runner_up = next((scored for scored in found.scored if scored is not winner), None)
     return Decision(
         candidate=winner.candidate,
