@@ -55,7 +55,7 @@ FAULTS = [
     Fault("selection", "disturbed_rows_count", "own_us > _DISTURBED * baseline_us", "own_us < 0 * baseline_us"),
     Fault("selection", "layer_before_drift", "row.drift, row.layer_rank)", "row.layer_rank, row.drift)"),
     Fault("selection", "plain_answered_by_symmetric", 'kinds.append("plain")', 'kinds.append("symmetric")'),
-    Fault("selection", "stale_rows_count", "if current == source_hash else changed", "if current else changed"),
+    Fault("selection", "stale_rows_count", "(row.candidate) == row.source_hash", "(row.candidate) is not None"),
     Fault("selection", "max_sms_ignored", "if self.max_sms is None or 0 <= (sms", "if True or 0 <= (sms"),
     Fault(
         "selection",
@@ -63,7 +63,7 @@ FAULTS = [
         "return math.exp((1 - weight) * math.log(low) + weight * math.log(high))",
         "return math.exp(weight * math.log(low) + (1 - weight) * math.log(high))",
     ),
-    Fault("selection", "bound_from_below_lost", "[t_low * 2**doublings]", "[t_low]"),
+    Fault("selection", "bound_from_below_lost", "[t_low * growth]", "[t_low]"),
     Fault("selection", "numerics_policy_ignored", "if not admits(self.policy, numerics):", "if numerics is None:"),
     Fault("dispatch", "mode_off_ignored", '.settings.mode == "off"', '.settings.mode == "offline"'),
     Fault("dispatch", "mode_force_ignored", '== "force" and not', '== "forced" and not'),
