@@ -19,7 +19,7 @@ from tunedcomm.ops.call import paths
 from tunedcomm.spec import Problem, get_op, get_variant, variants
 
 OP, BIAS = "all_reduce_rms_norm", "all_reduce_bias"
-RANKS = Ranks(env=HOST, forget=False)
+RANKS = Ranks(env=HOST, forget=False, timeout=500)
 kernels.discover()
 BASIC = [name for name in variants(OP) if not name.endswith("_quantized")]
 KERNELS = sorted(name for name in BASIC if variants(OP)[name].kernels)
