@@ -127,8 +127,8 @@ def _num_calls(error: BaseException) -> int:
     count, before, frame = 0, None, error.__traceback__
     while frame is not None:
         code = frame.tb_frame.f_code
-        is_fast = code.co_filename == FAST_CALL_NAME and before is not CallPath.serve.__code__
-        count += is_fast or code is CallPath.serve.__code__
+        is_fast = code.co_filename == FAST_CALL_NAME and before is not CallPath.serve_here.__code__
+        count += is_fast or code is CallPath.serve_here.__code__
         before, frame = code, frame.tb_next
     return count
 

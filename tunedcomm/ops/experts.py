@@ -258,7 +258,7 @@ class _GuardedPath(CallPath[torch.Tensor]):
             rows = rows.masked_fill(late, NO_ROOM)
         elif rows.numel() and (needed := int(rows.max()) + 1) > num_rows:
             self.refuse(tensors, options, group, numerics, needed)
-        return _combine.serve((results, weights, ids, rows, out), options, group, numerics, max_sms)
+        return _combine.serve_here((results, weights, ids, rows, out), options, group, numerics, max_sms)
 
     def run_problem(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
         _combine.run_problem(problem, inputs, outputs)
