@@ -2,7 +2,7 @@
 
 A call costs a few microseconds on the host, most of them in the driver. What Python adds is paid for each question
 asked of a tensor, so one guard (type, dtype, device, strides, sizes, gradients, lazy bits) answers most of them, and
-the function is `_FAST_CALL`, filled in for the tensors that are there: a loop over them would cost what it is to save.
+the function is `_FAST_CALL`, filled in for the tensors that are there: a loop over them would cost as much as it saves.
 The function for `tunedcomm.all_reduce(x)` where there are GPUs; without them no stream is asked for. It returns None
 for a call that it does not serve:
 

@@ -34,7 +34,7 @@ class Sizes:
 
 
 class Family:
-    """The rows of one family: those of this hardware, or the borrowed ones.
+    """The rows of one family, of this hardware or borrowed.
 
     Attributes:
         problem: the family, which is a problem without a shape.

@@ -20,7 +20,7 @@ dispatch. Output: y [T, H], where y[t] is the sum of weight · result over k in 
 rounded once. What had no room counts as zeros.
 
 **Overflow.** Nothing is written where there is no room. All ranks learn the counts of all experts, so that all raise:
-calls of CPU tensors at once, those of GPUs at the next call of either op on this rank, or at `DispatchResult.check`.
+calls of CPU tensors at once, calls on GPUs at the next call of either op on this rank, or at `DispatchResult.check`.
 What they found is kept in a cell of pinned memory: `Overflow`.
 """
 
