@@ -291,14 +291,14 @@ def test_a_graph_is_heard_of_at_the_next_call(rank: int) -> None:
             communicator = get_communicator()
             dtype = getattr(torch, name)
             problem = Problem("all_to_all", (1500,), name, 2, reduction="")
-            captured = communicator.guarded(problem, launch)
+            captured = communicator.wrap(problem, launch)
             captured((torch.ones(3000).to(dtype),), (), 0)
             communicator.check_peers()
             captured((with_nan(3001, 5, dtype), torch.tensor([-1])), (), 0)
             captured_later = Problem("all_reduce", (7,), name, 2)
             tunedcomm_error = rf"all_to_all: 5 NaN in the input of rank {rank}, in a captured graph"
             with pytest.raises(tunedcomm.NanInputError, match=tunedcomm_error):
-                communicator.guarded(captured_later, launch)((torch.ones(7).to(dtype),), (), 0)
+                communicator.wrap(captured_later, launch)((torch.ones(7).to(dtype),), (), 0)
             # What is found stays found though there is nothing later in the same place.
             captured((with_nan(9, 1, dtype), torch.ones(9).to(dtype)), (), 0)
             with ended_by_nan("all_to_all: 1 NaN"):

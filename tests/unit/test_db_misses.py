@@ -22,7 +22,7 @@ from tunedcomm.db import misses as miss_log
 from tunedcomm.db.misses import Miss, append, compact, log_path, read
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.dispatcher import decide
-from tunedcomm.dispatch.launches import wrap_launch
+from tunedcomm.dispatch.launches import counted
 from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.selection.snapshot import Snapshot
@@ -201,6 +201,11 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
     limits = limits_for(H200, 4)
     stored = real_trial("lamport", 4.0, problem=TUNED)
     tuned = row("lamport", 4.0, problem=TUNED, candidate=stored.candidate, source_hash=stored.source_hash)
+
+    def bind_for_calls(problem: Problem, candidate: Candidate, *, for_calls: bool, counter: Any) -> Any:
+        bare = bind(problem, candidate) if bind else launch
+        return bare if counter is None else counted(bare, counter)
+
     return SimpleNamespace(
         rank=rank,
         device=SimpleNamespace(type="cuda"),
@@ -210,8 +215,7 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
         settings=SimpleNamespace(mode=mode, forced={}, check=(0, False)),
         quarantined={},
         noted=None,
-        guarded=lambda problem, launch, counter=None: wrap_launch(launch, counter=counter),
-        bind=bind or (lambda problem, candidate: launch),
+        bind=bind_for_calls,
     )
 
 

@@ -35,7 +35,20 @@ from tunedcomm.dispatch.agreement import (
     on_every_rank,
     policies,
 )
-from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWatch, Queue, no_intercept, wrap_launch
+from tunedcomm.dispatch.launches import (
+    SHARE_OF_EAGER,
+    LaneOrder,
+    Launch,
+    NanWatch,
+    Queue,
+    after,
+    counted,
+    in_range,
+    interpreted,
+    no_intercept,
+    undisturbed,
+    wrapped,
+)
 from tunedcomm.errors import (
     AgreementError,
     GroupAbortedError,
@@ -396,8 +409,14 @@ class Communicator:
         self.fast_calls.clear()
 
     @clean_thread()
-    def bind(self, problem: Problem, candidate: Candidate) -> Launch:
+    def bind(
+        self, problem: Problem, candidate: Candidate, *, for_calls: bool = False, counter: Counter | None = None
+    ) -> Launch:
         """A launch of `candidate`; compiles, so never while a graph is captured.
+
+        Args:
+            problem, candidate: what to launch, and how.
+            for_calls, counter: see `wrap`.
 
         Raises:
             ConfigError: the config is not in the variant's space.
@@ -420,32 +439,57 @@ class Communicator:
                 raise InfeasibleError(f"no symmetric memory, kernels are left out from here on: {error}") from error
         if not callable(launch):
             raise TypeError(f"bind of {variant.name} returned {launch!r}, not the function to launch")
-        if self.settings.nvtx and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-            launch = wrap_launch(launch, nvtx=f"{problem}: {candidate}")
-        if residency.share > SHARE_OF_EAGER:
-            if problem.mode == "graph":
-                return self._lane_order.captured(launch)
+        is_large = residency.share > SHARE_OF_EAGER
+        if is_large and problem.mode == "eager":
             if self._has_graphs:
                 raise InfeasibleError(
                     f"{candidate} takes {residency.share:.0%} of the GPU; once a group has captured graphs its eager "
                     f"calls may take {SHARE_OF_EAGER:.0%}, so that both find room on every rank"
                 )
             self._has_yielding_eager = True
-        if self.device.type == "cpu" and variant.kernels:
-            return wrap_launch(launch, interpreted=(str(candidate), self.control, self.ring))
-        if self.ring is not None and self.world_size > 1 and not candidate.variant.startswith("host_"):
-            return wrap_launch(launch, meet=partial(self.ring.meet, f"{problem.op} (called eagerly)"))
+        return self.wrap(problem, launch, candidate, is_large=is_large, for_calls=for_calls, counter=counter)
+
+    def wrap(
+        self,
+        problem: Problem,
+        launch: Launch,
+        candidate: Candidate | None = None,
+        *,
+        is_large: bool = False,
+        for_calls: bool = True,
+        counter: Counter | None = None,
+        has_input: bool = True,
+    ) -> Launch:
+        """A launch with all that surrounds it in this group, from the inside out; no other place wraps one for good.
+
+        Args:
+            problem, launch: what is launched.
+            candidate: whose launch it is; None for one that no variant has bound.
+            is_large: it takes more than its share of the GPU.
+            for_calls: as calls launch it; False: as the tuner and benchmarks do, which time nothing else.
+            counter: counts the calls of an untuned problem.
+            has_input: there is an input to look at for NaN.
+        """
+        if candidate is not None:
+            uses_kernels = bool(get_variant(candidate.op, candidate.variant).kernels)
+            if self.settings.nvtx and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+                launch = wrapped(launch, in_range, f"{problem}: {candidate}")
+            if is_large and problem.mode == "graph":
+                launch = self._lane_order.captured(launch)
+            elif self.device.type == "cpu" and uses_kernels:
+                launch = wrapped(launch, interpreted, str(candidate), self.control, self.ring)
+            elif self.ring is not None and self.world_size > 1 and not candidate.variant.startswith("host_"):
+                launch = wrapped(launch, after, partial(self.ring.meet, f"{problem.op} (called eagerly)"))
+        if not for_calls:
+            return launch
+        launch = undisturbed(launch, self.device.type)
+        if counter is not None:
+            launch = wrapped(launch, counted, counter)
+        if self._lane_order.taken and problem.mode == "eager":
+            launch = self._lane_order.eager(launch)
+        if self.nan_watch is not None and has_input:
+            launch = self.nan_watch.guard(problem, launch)
         return launch
-
-    def guarded(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
-        """A bound launch as dispatch may call it."""
-        launch = self.in_turn(problem, launch, counter=counter)
-        return launch if self.nan_watch is None else self.nan_watch.guard(problem, launch)
-
-    def in_turn(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
-        """A bound launch without the search for NaN."""
-        launch = wrap_launch(launch, device_type=self.device.type, counter=counter)
-        return self._lane_order.eager(launch) if self._lane_order.taken and problem.mode == "eager" else launch
 
     def order_streams(self, capturing: bool, stream: int) -> None:
         """Put this call behind the lane's last one if that ran on another stream.

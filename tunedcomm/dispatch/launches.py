@@ -1,4 +1,4 @@
-"""Wrappers of launches: `wrap_launch`, and those that keep state of a group, `LaneOrder`, `NanWatch` and `Queue`.
+"""Wrappers of launches, which `Communicator.wrap` puts around them, and the queue of asynchronous calls.
 
 **Lane order.** Blocks that wait for peers must all be resident. A kernel of the graph lane and one of the eager lane
 may run side by side, and then both must fit: else rank 0 may have room only for the one and rank 1 only for the
@@ -159,45 +159,68 @@ class Queue:
         return self._last
 
 
-def wrap_launch(
-    launch: Launch,
-    *,
-    interpreted: tuple[str, Control, HostRing | None] | None = None,
-    device_type: str = "",
-    counter: Counter | None = None,
-    meet: Callable[[], None] | None = None,
-    nvtx: str = "",
-) -> Launch:
-    """Wrap a launch in what is to happen around it; without options it comes back as it is.
+def wrapped(launch: Launch, wrap: Callable[..., Callable[..., None]], *arguments: Any) -> Launch:
+    """`wrap(launch, *arguments)`, a function that passes on whatever it gets; a launch by address stays one."""
+    if isinstance(launch, AddressLaunch):
+        return replace(launch, by_address=wrap(launch.by_address, *arguments))
+    return wrap(launch, *arguments)
 
-    Launches by address stay so, unlike under `LaneOrder` and `NanWatch`, which look at streams and tensors.
 
-    Args:
-        launch: of a bound candidate.
-        interpreted: of kernels in the interpreter, their candidate and the group's memory. They have run to their end
-            after the launch, so that a peer that did not come is known in this very call.
-        device_type: of tensors. The launch does not depend on its surroundings: its own calls on
-            `torch.distributed` are not intercepted, and autocast does not round the inputs of its products. Launches
-            by address run only kernels, which neither affects.
-        counter: counts a call of an untuned problem.
-        meet: called before a launch that waits in the library, where a rank would not see that a peer ended the group.
-        nvtx: name of an NVTX range around the launch.
+def in_range(launch: Callable[..., None], name: str) -> Callable[..., None]:
+    """Launch in an NVTX range."""
+
+    def launch_in_range(*arguments: Any) -> None:
+        with torch.cuda.nvtx.range(name):
+            launch(*arguments)
+
+    return launch_in_range
+
+
+def interpreted(launch: Callable[..., None], what: str, control: Control, ring: HostRing | None) -> Callable[..., None]:
+    """Launch the candidate `what` in the interpreter: afterwards it has run, so a peer that did not come is known."""
+
+    def launch_and_check(*arguments: Any) -> None:
+        thread = threading.get_ident()
+        if control.interpreting == thread or (ring is not None and ring.is_mine()):
+            refuse_nested(what)
+        control.interpreting = thread
+        try:
+            launch(*arguments)
+        finally:
+            control.interpreting = 0
+        control.check()
+
+    return launch_and_check
+
+
+def after(launch: Callable[..., None], meet: Callable[[], None]) -> Callable[..., None]:
+    """Launch after a meeting: what waits in the library would not see that a peer ended the group."""
+
+    def meet_and_launch(*arguments: Any) -> None:
+        meet()
+        launch(*arguments)
+
+    return meet_and_launch
+
+
+def counted(launch: Callable[..., None], counter: Counter) -> Callable[..., None]:
+    """Count the calls of an untuned problem."""
+
+    def count_and_launch(*arguments: Any) -> None:
+        counter.count += 1
+        launch(*arguments)
+
+    return count_and_launch
+
+
+def undisturbed(launch: Launch, device_type: str) -> Launch:
+    """Launch whatever the surroundings: nothing of it is intercepted, and autocast does not round its products' inputs.
+
+    A launch by address runs only kernels, which neither affects.
     """
-    by_address = isinstance(launch, AddressLaunch)
-    bare: Callable[..., None] = launch.by_address if by_address else launch  # type: ignore[attr-defined]
-    run = _in_range(bare, nvtx) if nvtx else bare
-    if meet is not None:
-        run = _after(run, meet)
-    if device_type and not by_address:
-        run = _undisturbed(run, device_type)
-    if interpreted is not None:
-        run = _interpreted(run, *interpreted)
-    if counter is not None:
-        run = _counted(run, counter)
-    return launch if run is bare else replace(launch, by_address=run) if by_address else run  # type: ignore[type-var]
+    if isinstance(launch, AddressLaunch):
+        return launch
 
-
-def _undisturbed(launch: Launch, device_type: str) -> Launch:
     def run_own(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         if not intercepted:
             launch(inputs, outputs, stream)
@@ -213,47 +236,6 @@ def _undisturbed(launch: Launch, device_type: str) -> Launch:
             run_own(inputs, outputs, stream)
 
     return run
-
-
-def _interpreted(
-    launch: Callable[..., None], what: str, control: Control, ring: HostRing | None
-) -> Callable[..., None]:
-    def launch_and_check(*arguments: Any) -> None:
-        thread = threading.get_ident()
-        if control.interpreting == thread or (ring is not None and ring.is_mine()):
-            refuse_nested(what)
-        control.interpreting = thread
-        try:
-            launch(*arguments)
-        finally:
-            control.interpreting = 0
-        control.check()
-
-    return launch_and_check
-
-
-def _in_range(launch: Callable[..., None], name: str) -> Callable[..., None]:
-    def launch_in_range(*arguments: Any) -> None:
-        with torch.cuda.nvtx.range(name):
-            launch(*arguments)
-
-    return launch_in_range
-
-
-def _after(launch: Callable[..., None], meet: Callable[[], None]) -> Callable[..., None]:
-    def meet_and_launch(*arguments: Any) -> None:
-        meet()
-        launch(*arguments)
-
-    return meet_and_launch
-
-
-def _counted(launch: Callable[..., None], counter: Counter) -> Callable[..., None]:
-    def count_and_launch(*arguments: Any) -> None:
-        counter.count += 1
-        launch(*arguments)
-
-    return count_and_launch
 
 
 def fresh_copies(

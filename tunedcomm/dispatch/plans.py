@@ -71,37 +71,40 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
             f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
         )
-    source = decision.source
-    decision, launch = bound(communicator, problem, decision, policy, max_sms)
+    counter = misses.counter(communicator, problem, decision.source, policy)
+    try:
+        launch = communicator.bind(problem, decision.candidate, for_calls=True, counter=counter)
+    except InfeasibleError as error:
+        decision = _instead(communicator, problem, policy, max_sms, decision, error)
+        launch = communicator.bind(problem, decision.candidate, for_calls=True, counter=counter)
     candidate = decision.candidate
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
-    counter = misses.counter(communicator, problem, source, policy)
-    launch = communicator.guarded(problem, launch, counter=counter)
     if communicator.settings.check[0] and problem.mode == "eager" and candidate.variant != "library":
         launch = _checked(communicator, problem, candidate, policy, launch)
     return Plan(problem, decision, launch, candidate.variant != "library", policy)
 
 
-def bound(
-    communicator: Communicator, problem: Problem, decision: Decision, policy: NumericsPolicy, max_sms: int | None = None
-) -> tuple[Decision, Launch]:
-    """The launch of what was decided; what turns out not to fit on the GPU gives way to the library.
+def _instead(
+    communicator: Communicator,
+    problem: Problem,
+    policy: NumericsPolicy,
+    max_sms: int | None,
+    decision: Decision,
+    error: InfeasibleError,
+) -> Decision:
+    """Give way to the library where the decision turns out not to fit on the GPU.
 
     Where the policy does not admit that, a candidate that takes no more of the GPU than eager calls may follows.
 
     Raises:
         InfeasibleError: neither fits, or the candidate is forced.
     """
-    try:
-        return decision, communicator.bind(problem, decision.candidate)
-    except InfeasibleError as error:
-        few = int(SHARE_OF_EAGER * communicator.limits.num_sms)
-        admitted = _admits_library(policy, problem.op)
-        if decision.source == "forced" or not (admitted or 0 < few < (max_sms or few + 1)):
-            raise
-        logger.warning("%s goes to %s: %s", problem, "the library" if admitted else "a smaller grid", error)
-        instead = _library_instead(decision, str(error)) if admitted else _decision(communicator, problem, policy, few)
-        return instead, communicator.bind(problem, instead.candidate)
+    few = int(SHARE_OF_EAGER * communicator.limits.num_sms)
+    admitted = _admits_library(policy, problem.op)
+    if decision.source == "forced" or not (admitted or 0 < few < (max_sms or few + 1)):
+        raise error
+    logger.warning("%s goes to %s: %s", problem, "the library" if admitted else "a smaller grid", error)
+    return _library_instead(decision, str(error)) if admitted else _decision(communicator, problem, policy, few)
 
 
 def _checked(
@@ -114,7 +117,7 @@ def _checked(
     """
     every, falls_back = communicator.settings.check
     plain = replace(problem, input_kind="plain")
-    by_library = communicator.in_turn(plain, communicator.bind(plain, Candidate.of(problem.op, "library", {})))
+    by_library = communicator.bind(plain, Candidate.of(problem.op, "library", {}), for_calls=True)
     calls = itertools.count(1)
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -168,7 +171,7 @@ def library_plan(communicator: Communicator, problem: Problem) -> Plan:
     """The library, for calls of which too little is known to choose a kernel, or nothing may be compiled or loaded."""
     library = Candidate.of(problem.op, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    launch = communicator.guarded(problem, communicator.bind(problem, library))
+    launch = communicator.bind(problem, library, for_calls=True)
     return Plan(problem, decision, launch, False, "any")
 
 

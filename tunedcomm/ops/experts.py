@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import check_limit
+from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import TunedCommError, UnsupportedInputError
 from tunedcomm.kernels.moe.op import (
@@ -293,9 +294,10 @@ class _GuardedPath(CallPath[torch.Tensor]):
         signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
         plan = self._plan(communicator, inputs, signature, in_place=False, symmetric=False)[0]
         if plan.decision.candidate.variant == "library":
-            launch = communicator.in_turn(plan.problem, communicator.bind(plan.problem, plan.decision.candidate))
+            launch = communicator.bind(plan.problem, plan.decision.candidate)  # which does not look for NaN
             target = nothing.new_empty(len(ids), nothing.shape[-1])
-            launch(self.adapter.operands(inputs, options), (target,), raw_stream(communicator.device_index))
+            with no_intercept():
+                launch(self.adapter.operands(inputs, options), (target,), raw_stream(communicator.device_index))
 
 
 def _check_ids(op: str, ids: torch.Tensor) -> None:

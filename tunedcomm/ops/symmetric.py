@@ -141,7 +141,7 @@ class GatherProgress:
         def launch(inputs: object, outputs: object, stream: int) -> None:
             gathers.sender.send(mode, stream, extents, *places, num_blocks=self._num_blocks, aside=self._aside)
 
-        gathers.communicator.guarded(self._problem, launch)((x,), (self.out,), self._stream)
+        gathers.communicator.wrap(self._problem, launch)((x,), (self.out,), self._stream)
         gathers.under_way[mode] = self
 
     def finish(self) -> torch.Tensor:
@@ -168,7 +168,7 @@ class GatherProgress:
                     mode, stream, self.num_chunks, num_blocks=self._num_blocks, aside=self._aside, begun_on=begun_on
                 )
 
-            gathers.communicator.in_turn(self._problem, launch)((), (), now)
+            gathers.communicator.wrap(self._problem, launch, has_input=False)((), (), now)
             if gathers.under_way.get(mode) is self:
                 del gathers.under_way[mode]
         self._x = None
