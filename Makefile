@@ -21,12 +21,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What is imported is compiled then; all of torch would take half a minute.
 INSTALL := $(PIP) install --quiet --no-compile
 
-.PHONY: help demo test test-all lint docs figures build wheel-check clean oldest-triton
+.PHONY: help demo test test-all test-torch lint docs figures build wheel-check clean oldest-triton
 
 help:
 	@echo "make demo   install, tune all_reduce on this machine, show what was won and why, and check the sums"
 	@echo "make test   run the tests but the slow ones (PYTEST_ARGS='-k name' for some of them)"
 	@echo "make test-all  run all tests, as CI does; with TUNEDCOMM_TEST_FULL=1 all cases of the sampled ones"
+	@echo "make test-torch TORCH=2.14.1  the tests that touch torch's internals, under that torch in .venv-torch-2.14.1"
 	@echo "make lint   ruff, mypy, import contracts, spelling"
 	@echo "make oldest-triton  the Triton that 'make test-all' compiles with besides the installed one, in $(OLDEST)"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
@@ -72,6 +73,22 @@ test-all: $(VENV)/.installed oldest-triton
 	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 \
 		$(BIN)/python -m pytest tests -n $(JOBS) $(BY_FILE) $(PYTEST_ARGS)
 
+# Registration, interception, FSDP, compilation, symmetric memory, launching and the interpreter. The environment holds the
+# torch of the package index with its CUDA libraries and its own Triton, some 5 GB.
+TORCH ?= 2.14.1
+TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_TESTS := tests/unit/test_integrations.py tests/unit/test_operator_schemas.py tests/unit/test_fast_call.py \
+	tests/unit/test_symm.py tests/unit/test_launch.py $(addprefix tests/multirank/test_, operators.py autograd.py \
+	intercept.py asynchronous.py fast_calls.py fusion.py fusion_policy.py models.py programs.py serving.py variants.py)
+
+$(TORCH_VENV)/.installed:
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile "torch==$(TORCH)" --editable ".[test]"
+	@touch $@
+
+test-torch: $(TORCH_VENV)/.installed
+	$(TORCH_VENV)/bin/python -m pytest $(TORCH_TESTS) -n $(JOBS) $(BY_FILE) $(PYTEST_ARGS)
+
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -103,5 +120,5 @@ wheel-check: build
 	rm -rf $(CLEAN)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(CLEAN) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(DEMO_DB)*
+	rm -rf $(VENV) $(OLDEST) .venv-torch-* $(CLEAN) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(DEMO_DB)*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,7 +11,7 @@ import torch
 from programs import python
 
 import tunedcomm
-from tunedcomm.integrations import intercept, serving
+from tunedcomm.integrations import check_torch, intercept, serving
 from tunedcomm.integrations.intercept import RoutedGroup
 
 CPU = torch.device("cpu")
@@ -50,19 +50,46 @@ def test_a_communicator_forgotten_while_it_is_asked_for(monkeypatch: pytest.Monk
     assert Forgetful(GROUP, CPU).communicator is made
 
 
-def test_fusion_needs_a_group_a_known_version_and_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tunedcomm.integrations import fusion
-
+def test_fusion_needs_a_group() -> None:
     with pytest.raises(tunedcomm.NotInitializedError, match="init_process_group"):
         tunedcomm.fusion_pass()
-    for version in ("2.10.1", "2.14.0+cu130"):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "__version__", version)
-            with pytest.raises(tunedcomm.UnsupportedVersionError, match=r"torch 2\.11 to"):
-                tunedcomm.fusion_pass()
-    monkeypatch.setattr(fusion, "config", object())
-    with pytest.raises(tunedcomm.UnsupportedVersionError, match=r"tunedcomm\.ag_gemm"):
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cu130"])
+def test_a_tested_torch_is_not_looked_into(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    check_torch("it", "instead", lambda: pytest.fail("looked into"))
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    with pytest.raises(tunedcomm.UnsupportedVersionError, match=r"torch 2\.11 to"):
         tunedcomm.fusion_pass()
+
+
+def test_a_newer_torch_gets_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cu150")
+    for _ in range(2):
+        check_torch("this test", "instead", intercept._missing)
+    assert [record.levelname for record in caplog.records if "2.99.0" in record.message] == ["WARNING"]
+
+
+def test_a_newer_torch_that_lacks_an_internal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tunedcomm.integrations import fusion
+
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(fusion, "config", object())
+        with pytest.raises(tunedcomm.UnsupportedVersionError, match=r"post_grad.*tunedcomm\.ag_gemm"):
+            tunedcomm.fusion_pass()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch._C._distributed_c10d, "_register_work")
+        with pytest.raises(tunedcomm.UnsupportedVersionError, match="_register_work"):
+            check_torch("it", "instead", intercept._missing)
+    with monkeypatch.context() as patch:  # an argument that nobody reads
+        patch.setattr(intercept, "_OTHERS", intercept._OTHERS - {"root_tensor"})
+        with pytest.raises(tunedcomm.UnsupportedVersionError, match="broadcast_"):
+            check_torch("it", "instead", intercept._missing)
 
 
 def test_the_settings_of_inductor_can_be_copied_with_the_pass() -> None:

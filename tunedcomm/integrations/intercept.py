@@ -430,7 +430,6 @@ _NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 _REDUCTIONS = {int(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
 # Right above the kernels of devices, below autograd's, and where none of these operators has a kernel of torch's.
 _KEY = "BackendSelect"
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def _routed(group: Any) -> RoutedGroup | None:
@@ -455,6 +454,10 @@ Kernel = Callable[..., Any]
 Serve = Callable[[], Any] | None
 
 
+# Arguments of PyTorch's operators that ops read by name, or that change nothing in the calls served.
+_OTHERS = frozenset("group_size input_split_sizes output_split_sizes root_rank root_tensor sparse_indices src".split())
+
+
 class _Reader:
     """Reads calls of one operator, by the names in its schema, as calls of the ops that may serve it."""
 
@@ -473,6 +476,8 @@ class _Reader:
         self._x, self._out, self._group, self._reduction, self._async, _ = (at[0] if at else -1 for at in places)
         known = {at[0] for at in places if at}
         self._others = [(name, index) for index, name in enumerate(self._names) if index not in known]
+        # A name that nobody reads here may change the call's meaning.
+        self.is_readable = min(self._x, self._group) >= 0 and _OTHERS.issuperset(name for name, _ in self._others)
         self._in_place, self._returns_work = self._out < 0 and base.endswith("_"), len(schema.returns) == 1
 
     def read(self, given: tuple[Any, ...], named: dict[str, Any]) -> Serve:
@@ -523,6 +528,22 @@ def _readers() -> tuple[_Reader, ...]:
     return tuple(_Reader(name, adapters) for name, adapters in served.items())
 
 
+def _missing() -> Iterator[str]:
+    """The internals of torch that interception uses and this torch lacks."""
+    if not hasattr(torch._C, "_dispatch_keyset_full_after"):
+        yield "torch._C._dispatch_keyset_full_after"
+    for name in ("_resolve_process_group", "_register_work", "_create_work_from_future", "PythonCallbackWork"):
+        if not hasattr(_c10d, name):
+            yield f"torch._C._distributed_c10d.{name}"
+    for name in {name for path in paths.values() for name in path.adapter.torch_operators}:
+        try:
+            is_readable = _Reader(name, ()).is_readable
+        except AttributeError:
+            is_readable = False
+        if not is_readable:
+            yield f"the operator {name} with known arguments"
+
+
 def _kernel(reader: _Reader) -> Kernel:
     """A kernel that serves tensors of intercepted devices and passes others on, and the meta ones that compilers try.
 
@@ -531,6 +552,7 @@ def _kernel(reader: _Reader) -> Kernel:
     tensor, both for ever.
     """
     redispatch, meta = reader.kernel.redispatch, torch._C.DispatchKey.Meta
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def run(keys: Any, *given: Any, **named: Any) -> Any:
         serve = None
@@ -543,9 +565,9 @@ def _kernel(reader: _Reader) -> Kernel:
                 _abandon(reader.name, error, (*given, *named.values()))
                 raise
         if not reader.is_functional:
-            return redispatch(keys & _BELOW, *given, **named)
+            return redispatch(keys & below, *given, **named)
         with no_intercept():  # the library makes one of c10d of it: the same call, which was counted here
-            return redispatch(keys & _BELOW, *given, **named)
+            return redispatch(keys & below, *given, **named)
 
     return run
 
@@ -605,7 +627,7 @@ def _enter(
     groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None, numerics: NumericsPolicy | None
 ) -> tuple[RoutedGroup, ...]:
     """Intercept groups once more, collectively over each of them."""
-    check_torch("tunedcomm.intercept()", "call tunedcomm.all_reduce and its like directly")
+    check_torch("tunedcomm.intercept()", "call tunedcomm.all_reduce and its like directly", _missing)
     check_limit("max_count", max_count, "rows")
     check_policy(numerics)
     # Collective; raises for a group that this rank is not in, or where there is no default group.
@@ -671,7 +693,7 @@ def intercept(
         GroupError: not a member of a group, or it has no backend for this device.
         UnsupportedInputError: `max_count` is no number of rows, `numerics` no policy, or one of them is not that of a
             block around this.
-        UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.13 are).
+        UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.14 are).
 
     Results equal the library's within the tolerance of the variants: `ordered` ones sum in fp32 in rank order.
     """

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +40,7 @@ import tunedcomm.ops  # noqa: F401 - defines the operators that graphs are rewri
 from tunedcomm.dispatch.communicator import drop_at_exit
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy, forced_here
 from tunedcomm.dispatch.groups import get_communicator
-from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
+from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations import check_torch
 from tunedcomm.integrations.fusion.match import LeftError, Node
 from tunedcomm.integrations.fusion.policy import WHEN, Payoff, Policy, Shards, When
@@ -216,6 +216,14 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         logger.info("%s", record)
 
 
+def _missing() -> Iterator[str]:
+    """The internals of torch that the pass uses and this torch lacks."""
+    if not hasattr(config, "post_grad_custom_post_pass"):
+        yield "Inductor's post_grad_custom_post_pass"
+    if not hasattr(torch._guards, "TracingContext"):
+        yield "torch._guards.TracingContext"
+
+
 def fusion_pass(
     *groups: dist.ProcessGroup | None,
     when: When = "pays",
@@ -247,17 +255,12 @@ def fusion_pass(
         NotInitializedError: no default process group.
         GroupError: not a member of a group, or it has no backend for this device.
         UnsupportedInputError: an unknown value of an option.
-        UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.13 are).
+        UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.14 are).
 
     What was fused and what was left, and why, is in the pass's `records` and printed by TORCH_LOGS with this module's
     name, `TORCH_LOGS=tunedcomm.integrations.fusion`.
     """
-    check_torch("tunedcomm.fusion_pass()", _INSTEAD)
-    if not hasattr(config, "post_grad_custom_post_pass"):
-        raise UnsupportedVersionError(
-            f"tunedcomm.fusion_pass() needs Inductor's post_grad_custom_post_pass, which torch {torch.__version__} "
-            f"lacks; install a release of torch, or {_INSTEAD}"
-        )
+    check_torch("tunedcomm.fusion_pass()", _INSTEAD, _missing)
     for name, value, allowed in (("when", when, WHEN), ("mode", mode, (None, "graph", "eager"))):
         if value not in allowed:
             raise UnsupportedInputError(
