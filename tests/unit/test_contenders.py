@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from tunedcomm import kernels, metrics
-from tunedcomm.bench import contenders
+from tunedcomm.bench import contenders, nccl_symmetric
 from tunedcomm.bench.contenders import TORCH_PEERS
 from tunedcomm.bench.csv import floor_us
 from tunedcomm.peers import LeftOut, Peer
@@ -54,6 +55,38 @@ def test_torch_has_nothing_to_say_of_other_ops_and_of_the_host(name: str) -> Non
 def test_torch_one_shot_says_why_not(problem: Problem, why: str) -> None:
     with pytest.raises(LeftOut, match=why):
         made("torch_one_shot_symmetric", problem)
+
+
+@pytest.mark.parametrize("value", [None, "1"])
+def test_windows_are_refused_where_nccl_may_use_multicast(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_symmetric, "_NVLS_AT_START", value)
+    with pytest.raises(LeftOut, match="NCCL_NVLS_ENABLE=0"):
+        nccl_symmetric.in_windows((torch.empty(4),), CUDA)
+
+
+def test_a_pool_is_registered_once_and_deregistered_before_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Pool:
+        def __del__(self) -> None:
+            done.append("gone")
+
+    backend = SimpleNamespace(
+        mem_allocator=None,
+        register_mem_pool=lambda pool, symm: done.append(f"registered, symm={symm}"),
+        deregister_mem_pool=lambda pool: done.append("deregistered"),
+    )
+    monkeypatch.setattr(nccl_symmetric, "_NVLS_AT_START", "0")
+    monkeypatch.setattr(nccl_symmetric, "default_group", lambda: SimpleNamespace(_get_backend=lambda device: backend))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: Pool())
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("idle"))
+    for _ in range(2):
+        nccl_symmetric.in_windows((torch.empty(4),), CUDA)
+    nccl_symmetric.release()
+    nccl_symmetric.release()
+    assert done == ["registered, symm=True", "idle", "deregistered", "gone"]
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])

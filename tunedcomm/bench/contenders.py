@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from tunedcomm import kernels
+from tunedcomm.bench import nccl_symmetric
 from tunedcomm.bench.csv import CUBLAS
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import decide
@@ -326,8 +327,11 @@ def _low_contention(problem: Problem, device: torch.device) -> Iterator[Peer]:
     yield Peer("", lambda: (symmetric((rows,), problem.dtype, device),), run)
 
 
-def _compiled_norm(problem: Problem, device: torch.device) -> Iterator[Peer]:
-    """NCCL in place, which needs no copy, then one kernel of PyTorch's compiler: what a model without us runs."""
+def _compiled_norm(problem: Problem, device: torch.device, *, windows: bool = False) -> Iterator[Peer]:
+    """NCCL in place, which needs no copy, then one kernel of PyTorch's compiler: what a model without us runs.
+
+    With `windows` the sum is in a symmetric window, as a model can have it.
+    """
     if problem.op != "all_reduce_rms_norm" or device.type != "cuda":
         return
     spec = get_op(problem.op)
@@ -446,4 +450,6 @@ TORCH_PEERS = (
     Adapter("torch_fused", _fused_gemm),
     Adapter("torch_low_contention", _low_contention),
     Adapter("nccl_compiled_norm", _compiled_norm),
+    Adapter("nccl_symmetric", nccl_symmetric.peers),
+    Adapter("nccl_symmetric_compiled_norm", partial(_compiled_norm, windows=True)),
 )

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from tunedcomm import kernels
+from tunedcomm.bench import nccl_symmetric
 from tunedcomm.bench.contenders import Contender, Contenders, contenders_of, first_reason, load_adapter
 from tunedcomm.bench.csv import add_ceiling_shares, append_rows
 from tunedcomm.dispatch.communicator import Communicator
@@ -288,6 +289,7 @@ def main(job_file: str, result_file: str) -> int:
         bencher.left_out = []
         num_done += 1
     dist.barrier()
+    nccl_symmetric.release()
     dist.destroy_process_group()
     return 0
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tunedcomm.bench.csv import CUBLAS
 from tunedcomm.cli.options import (
     BorrowOption,
     JsonOption,
@@ -140,6 +141,7 @@ def bench(
         now.show(line.get("now", ""))
         if line.get("rows") and not as_json:
             emit(_table(line["rows"], with_title=not rows))
+            _print_best_other(line["rows"])
             sys.stdout.flush()
         rows.extend(line.get("rows", ()))
         left_out.extend(line.get("left_out", ()))
@@ -195,7 +197,6 @@ def _adapter_files(targets: Sequence[str]) -> list[Path]:
 def _check_contenders(names: list[str], op: str, files: Sequence[Path]) -> list[str]:
     """Refuse as bad usage an unknown contender; known ones that cannot run here are left out later."""
     from tunedcomm.bench.contenders import TORCH_PEERS
-    from tunedcomm.bench.csv import CUBLAS
 
     peers = [adapter.name for adapter in TORCH_PEERS] + [file.stem for file in files]
     known = ["tuned", *variants(op), CUBLAS, *peers]
@@ -256,6 +257,16 @@ def _table(rows: Sequence[Mapping[str, Any]], *, with_title: bool) -> Table:
     title = f"{first['op']} on {first['world_size']} x {first['gpu']} ({first['fabric']}), {versions}"
     rows = [{**row, "library_us": library.get(_problem(row))} for row in rows]
     return Table.of(_COLUMNS, rows, title if with_title else "")
+
+
+def _print_best_other(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the fastest contender of a problem that is not ours, and its time over that of dispatch."""
+    ours = {"tuned", CUBLAS, *variants(rows[0]["op"])} - {"library"}
+    tuned_us = [row["latency_p50_us"] for row in rows if row["contender"] == "tuned"]
+    others = [row for row in rows if row["contender"] not in ours]
+    if tuned_us and others:
+        best = min(others, key=itemgetter("latency_p50_us"))
+        emit(f"best other: {_name(best)}, {format_ratio(best['latency_p50_us'], tuned_us[0])}")
 
 
 def _print_left_out(left_out: Sequence[Mapping[str, str]]) -> None:
