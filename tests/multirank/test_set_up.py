@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -267,9 +267,9 @@ def test_a_stranger_at_the_socket(rank: int) -> None:
     tunedcomm.release_communicators()
     real = buffer._send
 
-    def send(descriptor: int, address: str, password: bytes) -> bool:
+    def send(descriptors: Sequence[int], address: str, said: bytes) -> bool:
         with Path("/dev/null").open("rb") as strange:
-            return real(strange.fileno(), address, b"x" * len(password)) and real(descriptor, address, password)
+            return real([strange.fileno()], address, b"x" * len(said)) and real(descriptors, address, said)
 
     with replaced(buffer, "_send", send):
         right(rank)

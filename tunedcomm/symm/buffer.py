@@ -133,55 +133,91 @@ def _listen(stack: contextlib.ExitStack, *, named: bool) -> tuple[socket.socket,
     return made, (address, uuid.uuid4().bytes)
 
 
-def _send(descriptor: int, address: str, password: bytes) -> bool:
-    """Send a descriptor to a peer's socket; False if the socket cannot be reached."""
+def _send(descriptors: Sequence[int], address: str, said: bytes) -> bool:
+    """Send descriptors to a peer's socket; False if the socket cannot be reached."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.setblocking(False)
         try:
             sender.connect(address)
-            socket.send_fds(sender, [password], [descriptor])
+            socket.send_fds(sender, [said], list(descriptors))
         except OSError:
             return False
     return True
 
 
-def _receive(receiver: socket.socket, password: bytes, stack: contextlib.ExitStack) -> int | str:
-    """The descriptor that rank 0 has sent, which the stack closes; strangers' messages are dropped."""
+def _receive(
+    receiver: socket.socket, password: bytes, due: Sequence[int], count: int, stack: contextlib.ExitStack
+) -> dict[int, list[int]] | str:
+    """The descriptors that the ranks `due` have sent, which the stack closes; strangers' messages are dropped."""
+    found: dict[int, list[int]] = {}
     try:
-        while True:
-            said, descriptors, _, _ = socket.recv_fds(receiver, len(password) + 1, 1)
+        while not found.keys() >= set(due):
+            said, descriptors, _, _ = socket.recv_fds(receiver, len(password) + 2, count)
             for descriptor in descriptors:
                 stack.callback(os.close, descriptor)
-            if said == password and descriptors:
-                return descriptors[0]
+            if said[:-1] == password and len(descriptors) == count:
+                found[said[-1]] = descriptors
     except OSError as error:
         return f"cannot receive a descriptor: {error}"
+    return found
+
+
+def send_descriptors(
+    group: dist.ProcessGroup, own: Sequence[int], count: int, senders: Sequence[int], stack: contextlib.ExitStack
+) -> tuple[dict[int, list[int]] | str, list[tuple[int, int]]]:
+    """Send each sender's descriptors to all other ranks; collective, and no rank fails alone.
+
+    They go to an abstract socket of each peer, or to one in the temporary directory where the sender cannot reach that,
+    as in another network namespace.
+
+    Args:
+        group: process group of at most 256 ranks.
+        own: this rank's descriptors, if it is a sender.
+        count: how many each sender has.
+        senders: ranks.
+        stack: closes what is received.
+
+    Returns:
+        The descriptors by sender, or the reason why some were not received, which is this rank's alone; and the pairs
+        (sender, receiver) that no socket connects, the same on every rank.
+    """
+    rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    lacking = [(sender, peer) for sender in senders for peer in ranks if peer != sender]
+    found: dict[int, list[int]] = {}
+    failure = ""
+    for named in (False, True):
+        if not lacking:
+            break
+        with contextlib.ExitStack() as sockets:
+            endpoint = _listen(sockets, named=named) if any(peer == rank for _, peer in lacking) else None
+            offers = exchange(group, endpoint and endpoint[1])
+            mine = [peer for sender, peer in lacking if sender == rank and offers[peer]]
+            reached = [p for p in mine if _send(own, offers[p][0], offers[p][1] + bytes([rank]))]
+            sent = exchange(group, reached)
+            due = [sender for sender in senders if rank in sent[sender]]
+            if endpoint is not None and due:
+                come = _receive(endpoint[0], endpoint[1][1], due, count, stack)
+                failure = come if isinstance(come, str) else failure
+                found |= {} if isinstance(come, str) else come
+        lacking = [(sender, peer) for sender, peer in lacking if peer not in sent[sender]]
+    return failure or found, lacking
 
 
 def _share(group: dist.ProcessGroup, nbytes: int, stack: contextlib.ExitStack) -> int | str:
     """A descriptor of the same new memory on every rank, which the stack closes, or the reason; collective.
 
-    Rank 0 sends it to an abstract socket of each peer, or to one in the temporary directory where rank 0 cannot reach
-    that, as in another network namespace. Where it reaches neither, the memory has a name as long as the stack lives.
+    Rank 0 sends it to its peers. Where it reaches none of a peer's sockets, the memory has a name as long as the stack
+    lives.
     """
     rank = dist.get_rank(group)
     made: int | str = _make(nbytes, stack) if rank == 0 else -1
-    lacking = list(range(1, dist.get_world_size(group)))
-    for named in (False, True):
-        with contextlib.ExitStack() as sockets:
-            endpoint = _listen(sockets, named=named) if rank in lacking else None
-            found, *offers = exchange(group, made if rank == 0 else endpoint and endpoint[1])
-            if isinstance(found, str):
-                return found
-            if found == -1:
-                break
-            reached = [p for p in lacking if offers[p - 1] and _send(found, *offers[p - 1])] if rank == 0 else []
-            reached = exchange(group, reached)[0]
-            if endpoint is not None and rank in reached:
-                made = _receive(endpoint[0], endpoint[1][1], stack)
-        lacking = [peer for peer in lacking if peer not in reached]
+    first = exchange(group, made)[0]
+    if isinstance(first, str):
+        return first
+    if first != -1:
+        found, lacking = send_descriptors(group, [first], 1, [0], stack)
         if not lacking:
-            return made
+            return made if rank == 0 else found if isinstance(found, str) else found[0][0]
     path = _SHM / _name()
     if rank == 0:
         made = _make(nbytes, stack, path)
