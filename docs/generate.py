@@ -311,6 +311,20 @@ def measured(name: str, op: str, ranks: int, peers: dict[str, str], mode: str = 
     return table({"size": "l", **heads, "variant": "l"}, [line[1:] for line in lines])
 
 
+def best_others(name: str, ranks: int) -> str:
+    """Medians in µs of NCCL, of the fastest contender that is not ours, and of tunedcomm, in one run each."""
+    lines = []
+    for op in dict.fromkeys(row["op"] for row in rows_of(name)):
+        for run, *_ in runs(name, op, ranks, "graph").values():
+            best = min((peer for peer in run if peer != "tuned"), key=lambda peer: p50(run, peer))
+            times = [p50(run, contender) for contender in ("library", best, "tuned")]
+            cells = [f"{time:.2f}" for time in times]
+            named = "NCCL" if best == "library" else f"`{best}`"
+            lines.append([f"`{op}`", size_of(run), *cells, f"{times[1] / times[2]:.2f}", named])
+    heads = dict.fromkeys(("NCCL", "best other", "tunedcomm", "best other / tunedcomm"), "r")
+    return table({"op": "l", "size": "l", **heads, "it is": "l"}, lines)
+
+
 def all_reduce_host() -> str:
     """µs of all_reduce on CPU tensors beside gloo, and the ratio, by size and number of ranks."""
     name, heads, lines = "all_reduce_host.csv", {"message": "r"}, defaultdict[str, list[str]](list)
@@ -436,6 +450,7 @@ PARTS: dict[str, Callable[[], str]] = {
         COLLECTIVES, "all_gather reduce_scatter all_to_all", 4, {"library": "NCCL"}, step=3
     ),
     "all_reduce_rms_norm": lambda: measured(COLLECTIVES, "all_reduce_rms_norm", 4, _NORM_PEERS),
+    "best others": lambda: best_others("collectives_h100.csv", 2),
     "experts": lambda: measured(EXPERTS, "ep_dispatch ep_combine", 4, {"library": "NCCL and PyTorch"}),
     "fused GEMMs": lambda: measured(GEMMS, "gemm_rs ag_gemm gemm_ar", 4, _GEMM_PEERS, step=4),
     "same bits": same_bits,
