@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from tunedcomm.ops.collectives import broadcast as broadcast
     from tunedcomm.ops.collectives import reduce_scatter as reduce_scatter
     from tunedcomm.ops.experts import DispatchResult as DispatchResult
+    from tunedcomm.ops.experts import ExpertBuffers as ExpertBuffers
     from tunedcomm.ops.experts import Sent as Sent
+    from tunedcomm.ops.experts import TokenDispatchResult as TokenDispatchResult
+    from tunedcomm.ops.experts import ep_buffers as ep_buffers
     from tunedcomm.ops.experts import ep_combine as ep_combine
     from tunedcomm.ops.experts import ep_dispatch as ep_dispatch
     from tunedcomm.ops.gemm import ag_gemm as ag_gemm
@@ -65,7 +68,7 @@ _HOMES = {
     "ops.call": "explain numerics",
     "ops.collectives": "all_gather all_reduce all_reduce_ all_reduce_bias all_to_all all_to_all_v broadcast "
     "reduce_scatter",
-    "ops.experts": "DispatchResult Sent ep_combine ep_dispatch",
+    "ops.experts": "DispatchResult ExpertBuffers Sent TokenDispatchResult ep_buffers ep_combine ep_dispatch",
     "ops.gemm": "ag_gemm gemm_ar gemm_rs",
     "ops.rms_norm": "all_reduce_rms_norm",
     "ops.symmetric": "GatherProgress all_gather_with_progress register_symmetric symmetric_empty",

@@ -271,6 +271,7 @@ class OpSpec:
         model_shapes: `tunedcomm.cli.models.Shard` to the op's canonical shapes in that model; None where no model says
             what shapes the op has.
         skewed_inputs: the `kind` of inputs that load the ranks unevenly; empty if the op has none.
+        symmetric_outputs: where `Problem.input_kind` is symmetric, peers address the outputs, too.
     """
 
     name: str
@@ -300,6 +301,7 @@ class OpSpec:
     is_gemm: bool = False
     model_shapes: Callable[[Any], Iterable[tuple[int, ...]]] | None = None
     skewed_inputs: str = ""
+    symmetric_outputs: bool = False
 
     def library_copies(self, problem: Problem) -> bool:
         """True if the library first copies the input, which it works on in place."""

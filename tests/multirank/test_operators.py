@@ -68,6 +68,8 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
         ),
         "ep_dispatch": (draw(rank, 3, 4), *rows),
         "ep_combine": (draw(rank, 2, 6, 4), draw(9, 3, 2), IDS, sent, 4, *same),
+        "ep_dispatch_tokens": (draw(rank, 3, 4), IDS, draw(9, 3, 2), 4, True, False, *same),
+        "ep_combine_tokens": (draw(rank, 2 * 3, 4), torch.cat([IDS, IDS]).clamp(max=1).int(), IDS, 4, *same),
         "ag_gemm": (a, b, *scales, wide, *same),
         "ag_gemm_gathered": (a, b, *scales, None, *same),
         "ag_gemm_list": (a, [b, b.clone()], scales[0], several, None, *same, "any", None),
@@ -94,7 +96,14 @@ def into(op: str, rank: int) -> None:
 
 
 CHECKS = (
-    *("ep_dispatch", "ep_combine", *COLLECTIVES, *(f"{op}.out" for op in COLLECTIVES)),
+    *(
+        "ep_dispatch",
+        "ep_combine",
+        "ep_dispatch_tokens",
+        "ep_combine_tokens",
+        *COLLECTIVES,
+        *(f"{op}.out" for op in COLLECTIVES),
+    ),
     *("all_reduce_rms_norm_quantized", "all_reduce_", "all_reduce_bias_"),
 )
 OF_GEMMS = (

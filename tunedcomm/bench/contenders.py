@@ -37,6 +37,7 @@ from tunedcomm.kernels.gemm.op import (
     usual_dtype,
 )
 from tunedcomm.ops import path_of, run_problem
+from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, symmetric
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, usual_variants, variants
 from tunedcomm.tuner.measure.timing import further_turns, num_turns
@@ -142,6 +143,8 @@ def _ours(
     device, in_place = turns[0][0].device, problem.in_place
     on_gpu = device.type == "cuda"
     made = () if in_place else get_op(problem.op).make_outputs(problem, device)
+    if get_op(problem.op).symmetric_outputs and problem.input_kind == "symmetric":
+        made = tuple(symmetric_empty(each.shape, dtype=each.dtype, device=device) for each in made)
 
     def run(inputs: Tensors) -> Tensors:
         outputs = inputs if in_place else made

@@ -16,7 +16,8 @@ For the fused GEMMs, with G the gathered rows of all ranks, ' for a gradient and
 that they return, and their a' is a reduce_scatter of the sum of all gradients with respect to G. Gradients are rounded
 to the operands' dtype where the result has another.
 
-The gradient of an `ep_dispatch` is an `ep_combine` with weights of 1, and the other way round.
+The gradient of an `ep_dispatch` is an `ep_combine` with weights of 1, and the other way round. In the layout `tokens`
+neither has weights; those that travel along go to all ranks, so their gradient is a reduce_scatter.
 """
 
 from __future__ import annotations
@@ -259,3 +260,33 @@ def ep_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     dots = torch.nn.functional.pad(dots, (0, 1))[target].view(-1, rows.shape[2])
     grad_weights = _ops.reduce_scatter(dots, "sum", 0, group_size, group, None, max_sms).to(weights.dtype)
     return grad_results if wants_results else None, grad_weights if wants_weights else None
+
+
+def keep_ids(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the ids here and of the own tokens, and the dtype of weights that travel along."""
+    ctx.weights_dtype = None if inputs[2] is None else inputs[2].dtype
+    ctx.save_for_backward(output[1], inputs[1])
+
+
+def ep_dispatch_tokens(ctx: Any, grad: torch.Tensor, _: Any, grad_weights: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `ep_dispatch_tokens`; every rank takes part in both sums, whatever it needs of them."""
+    held, ids = ctx.saved_tensors
+    group_size, group, max_sms = ctx.settings
+    rest = (group_size, group, None, max_sms)
+    grad_x = _ops.ep_combine_tokens(grad, held, ids, ctx.options[0], *rest)
+    if ctx.weights_dtype is None:
+        return grad_x, None, None
+    return grad_x, None, _ops.reduce_scatter(grad_weights, "sum", 0, *rest).to(ctx.weights_dtype)
+
+
+def keep_topk_ids(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the ids of the own tokens."""
+    ctx.save_for_backward(inputs[2])
+
+
+def ep_combine_tokens(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `ep_combine_tokens`: that of a token's sum goes to all ranks that added to it."""
+    (ids,) = ctx.saved_tensors
+    group_size, group, _, max_sms = ctx.settings
+    sent = _ops.ep_dispatch_tokens(grad, ids, None, ctx.options[0], True, False, group_size, group, max_sms)
+    return (sent[0],)

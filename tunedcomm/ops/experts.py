@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,21 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.dispatch.plans import Plan
-from tunedcomm.errors import TunedCommError, UnsupportedInputError
+from tunedcomm.errors import NotInitializedError, TunedCommError, UnsupportedInputError
 from tunedcomm.kernels.moe.op import (
     ALIGNMENT,
-    LAYOUTS,
+    BY_TOKEN,
     NO_ROOM,
+    SORTED,
     Overflow,
     bound_of,
     check,
     default_capacity,
     dispatched,
     offsets_of,
+    shapes_by_token,
     some_rows,
+    sum_by_token,
     token_shapes,
     unfit,
     weighted_sum,
@@ -36,9 +39,11 @@ from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Results, Tens
 from tunedcomm.ops.call import CallPath
 from tunedcomm.ops.checks import FLOATS, check_dtype, is_traced
 from tunedcomm.ops.fast_call import is_capturing, raw_stream, world
+from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.spec import NumericsPolicy, Problem
 
 Layout: TypeAlias = Literal["padded", "contiguous"]
+TokenLayout: TypeAlias = Literal["tokens"]
 Quantisation: TypeAlias = Literal["token", "group128"]
 _IDS = (torch.int32, torch.int64)
 _QUANTISED = ("", "token", "group128")
@@ -80,15 +85,181 @@ class DispatchResult:
             UnsupportedInputError: `topk_ids` named an expert that does not exist, or `expert_out` lacked rows in use,
                 which ends the group.
         """
-        if self.tokens.is_cuda:
-            torch.cuda.current_stream(self.tokens.device).synchronize()
-        communicator = _dispatch.communicator(self.tokens, world._default_pg if self.group is None else self.group)
-        with communicator.whole("ep_combine"):
-            communicator.check_peers()
-            Overflow.of(communicator.group, communicator.device).check(communicator)
+        _check_sent(self.tokens, self.group)
 
 
 Sent = DispatchResult  # its name until now
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenDispatchResult:
+    """The result of `ep_dispatch` in the layout `tokens`: every token that has experts on this rank, once.
+
+    Row r · T + t is token t of rank r, of n ranks with T tokens each. Tensors in `ep_buffers` hold it until the slot's
+    next call.
+
+    Attributes:
+        tokens: [n · T, H]. Rows of tokens that have no expert here hold nothing.
+        expert_ids: [n · T, K] int32: the token's experts by their number on this rank, −1 for experts of other ranks.
+        weights: [n · T, K] fp32: `topk_weights` of all ranks; None if none were passed.
+        topk_ids: as they were passed, [T, K].
+        num_experts: of all ranks.
+        row_ids: [n · T] int32: the rows that hold tokens, ascending, then −1; None without `compact`.
+        num_rows: int32 without dimensions, on the tokens' device: how many rows hold tokens; None without `compact`.
+        group: as it was passed.
+        output: with `buffers`, [n · T, H], which peers read: pass it to `ep_combine` to spare a copy; else None.
+        buffers: as they were passed.
+        turn: the number of the call on the buffers.
+    """
+
+    tokens: torch.Tensor
+    expert_ids: torch.Tensor
+    weights: torch.Tensor | None
+    topk_ids: torch.Tensor
+    num_experts: int
+    row_ids: torch.Tensor | None = None
+    num_rows: torch.Tensor | None = None
+    group: dist.ProcessGroup | None = None
+    output: torch.Tensor | None = None
+    buffers: ExpertBuffers | None = None
+    turn: int = 0
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """[E_local] int32, tokens of each expert; computed anew, without waiting for the device."""
+        ids = self.expert_ids.flatten().long() + 1
+        group = world._default_pg if self.group is None else self.group
+        counts = torch.zeros(self.num_experts // group.size() + 1, dtype=torch.int32, device=ids.device)
+        return counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))[1:]
+
+    def check(self) -> None:
+        """Wait for the device and raise what the exchange found.
+
+        Raises:
+            PeerTimeoutError: a kernel gave up waiting for a peer.
+            UnsupportedInputError: `topk_ids` named an expert that does not exist.
+        """
+        _check_sent(self.tokens, self.group)
+
+
+@dataclass(slots=True, eq=False)
+class ExpertBuffers:
+    """Memory that peers address, for the results of `ep_dispatch`; made by `ep_buffers`.
+
+    Attributes:
+        tokens, hidden, topk, dtype: what a call may have: so many tokens a rank or fewer, the others exactly.
+        group: that made them; None for the default group.
+        turns: calls so far; call i uses slot i mod the number of slots.
+    """
+
+    tokens: int
+    hidden: int
+    topk: int
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None
+    turns: int = 0
+    _slots: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # tokens, ids, weights, output
+
+    def next_slot(self, x: torch.Tensor, ids: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+        """Views of the next call's slot: tokens, expert_ids, weights and output.
+
+        Raises:
+            UnsupportedInputError: the buffers are for other calls.
+        """
+        fits = x.dim() == 2 and ids.dim() == 2 and len(x) <= self.tokens
+        if not fits or (x.shape[1], ids.shape[1], x.dtype, group) != (self.hidden, self.topk, self.dtype, self.group):
+            raise UnsupportedInputError(
+                f"buffers hold up to {self.tokens} tokens of {self.hidden} elements with {self.topk} experts each, "
+                f"{self.dtype}, of the group that made them; x is {tuple(x.shape)} {x.dtype}, topk_ids "
+                f"{tuple(ids.shape)}"
+            )
+        slot = self._slots[self.turns % len(self._slots)]
+        rows = len(slot[0]) // max(self.tokens, 1) * len(x)
+        return tuple(each[:rows] for each in slot)
+
+    def count(self) -> int:
+        """Count a call and return its number."""
+        self.turns += 1
+        return self.turns - 1
+
+    def check(self, turn: int) -> None:
+        """Refuse a result that a later call has overwritten.
+
+        Raises:
+            UnsupportedInputError: it was.
+        """
+        if self.turns - turn >= len(self._slots):
+            raise UnsupportedInputError(
+                f"the buffers' slot of this ep_dispatch has been used again since; combine within {len(self._slots)} "
+                "calls, or make buffers of a larger depth"
+            )
+
+
+def ep_buffers(
+    tokens: int,
+    hidden: int,
+    topk: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    depth: int = 2,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ExpertBuffers:
+    """Memory into which peers write tokens, and from which they read results; collective, never in a graph capture.
+
+    Args:
+        tokens: most tokens of a rank in one call.
+        hidden, topk, dtype: of the calls.
+        depth: slots. Call i of the program uses slot i mod `depth`, so a result holds for `depth` − 1 further calls.
+        device: by default as for `symmetric_empty`.
+        group: by default the default group.
+
+    Raises:
+        UnsupportedInputError: a negative extent, or no slot.
+        WorkspaceError: as in `symmetric_empty`.
+    """
+    if depth < 1:
+        raise UnsupportedInputError(f"depth={depth}: pass 1 or more slots")
+    check_limit("tokens", tokens, "tokens")
+    if group is None and world._default_pg is None:
+        raise NotInitializedError("ep_buffers needs a process group; call torch.distributed.init_process_group() first")
+    rows = (world._default_pg if group is None else group).size() * tokens
+    shapes = (
+        ((rows, hidden), dtype), ((rows, topk), torch.int32), ((rows, topk), torch.float32), ((rows, hidden), dtype)
+    )  # fmt: skip
+    made = ExpertBuffers(tokens, hidden, topk, dtype, group)
+    for _ in range(depth):
+        made._slots.append(tuple(symmetric_empty(s, dtype=kind, device=device, group=group) for s, kind in shapes))
+    return made
+
+
+def _check_sent(tokens: torch.Tensor, group: Group) -> None:
+    """Wait for the device and raise what was found in calls of either op."""
+    if tokens.is_cuda:
+        torch.cuda.current_stream(tokens.device).synchronize()
+    communicator = _dispatch.communicator(tokens, world._default_pg if group is None else group)
+    with communicator.whole("ep_combine"):
+        communicator.check_peers()
+        Overflow.of(communicator.group, communicator.device).check(communicator)
+
+
+def _check_tokens(op: str, x: torch.Tensor, ids: torch.Tensor) -> None:
+    """Refuse tokens and ids that do not belong together."""
+    check_dtype(op, x, FLOATS)
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
+        raise UnsupportedInputError(
+            f"{op} takes x of shape [tokens, hidden] and topk_ids of shape [tokens, top-k], not {tuple(x.shape)} and "
+            f"{tuple(ids.shape)}"
+        )
+    _check_ids(op, ids)
+
+
+def _check_weights(op: str, weights: torch.Tensor, ids: torch.Tensor) -> None:
+    if not weights.is_floating_point() or weights.shape != ids.shape:
+        raise UnsupportedInputError(
+            f"topk_weights of {op} have shape {tuple(weights.shape)} and {weights.dtype}; they must be "
+            f"floating-point numbers in the shape of topk_ids, {tuple(ids.shape)}"
+        )
 
 
 class _Dispatch(OpAdapter):
@@ -102,21 +273,15 @@ class _Dispatch(OpAdapter):
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         x, ids = inputs
         num_experts, capacity, layout, quantize, alignment, _ = options
-        check_dtype(self.op, x, FLOATS)
-        if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
-            raise UnsupportedInputError(
-                f"{self.op} takes x of shape [tokens, hidden] and topk_ids of shape [tokens, top-k], not "
-                f"{tuple(x.shape)} and {tuple(ids.shape)}"
-            )
-        _check_ids(self.op, ids)
+        _check_tokens(self.op, x, ids)
         for name, limit, unit in (
             ("num_experts", num_experts, "experts"), ("capacity", capacity, "rows"), ("alignment", alignment, "rows")
         ):  # fmt: skip
             check_limit(name, limit, unit)
         if not alignment:
             raise UnsupportedInputError("alignment=0: pass 1 or more rows")
-        if layout not in LAYOUTS:
-            raise UnsupportedInputError(f"layout={layout!r} is none; allowed: {', '.join(LAYOUTS)}")
+        if layout not in SORTED:
+            raise UnsupportedInputError(f"layout={layout!r} is none; allowed: {', '.join((*SORTED, BY_TOKEN))}")
         if quantize not in _QUANTISED:
             raise UnsupportedInputError(f"quantize={quantize!r} is none; allowed: None, 'token', 'group128'")
         if quantize and x.dtype == torch.float64:
@@ -145,6 +310,9 @@ class _Dispatch(OpAdapter):
         bound = bound_of(problem, outputs[0])
         options = (problem.shape[3], bound, problem.layout, problem.scaling, ALIGNMENT, False)
         return (*inputs, *outputs), options
+
+    def asks_for(self, problem: Problem) -> bool:
+        return problem.layout != BY_TOKEN
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         return f"{self.op} with quantize={options[3]!r}" if options[3] else ""
@@ -197,11 +365,7 @@ class _Combine(OpAdapter):
             raise UnsupportedInputError(
                 f"{self.op} takes the experts' results as rows, in the shape of sent.tokens, not {tuple(results.shape)}"
             )
-        if not weights.is_floating_point() or weights.shape != ids.shape:
-            raise UnsupportedInputError(
-                f"topk_weights of {self.op} have shape {tuple(weights.shape)} and {weights.dtype}; they must be "
-                f"floating-point numbers in the shape of topk_ids, {tuple(ids.shape)}"
-            )
+        _check_weights(self.op, weights, ids)
         if rows.dtype != torch.int32 or tuple(rows.shape) != (world_size, *ids.shape):
             raise UnsupportedInputError(
                 f"rows of {self.op} have shape {tuple(rows.shape)} and {rows.dtype}; pass rows of an ep_dispatch of "
@@ -228,6 +392,9 @@ class _Combine(OpAdapter):
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
         return (*inputs, *outputs), (problem.shape[3],)
 
+    def asks_for(self, problem: Problem) -> bool:
+        return problem.layout != BY_TOKEN
+
     def key(self, tensors: Tensors) -> Any:
         return tuple(tensors[0].shape), tuple(tensors[2].shape)
 
@@ -241,6 +408,136 @@ class _Combine(OpAdapter):
         results = some_rows(results.reshape(-1, results.shape[-1]))
         parts = [results[rows[0, :, k].long().clamp(min=0)] for k in range(ids.shape[1])]
         return (weighted_sum(parts, weights, rows[0] >= 0),)
+
+
+class _DispatchByToken(OpAdapter):
+    op = "ep_dispatch"
+    inputs = ("x", "topk_ids", "topk_weights")
+    optional = ("topk_weights",)
+    outputs = ("tokens", "expert_ids", "weights")
+    options = ("int num_experts", "bool zeros", "bool in_buffers")
+    reduces = False
+    gradient = autograd.keep_ids, autograd.ep_dispatch_tokens
+
+    @property
+    def operator(self) -> str:
+        return "ep_dispatch_tokens"
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        x, ids, weights = inputs
+        _check_tokens(self.op, x, ids)
+        check_limit("num_experts", options[0], "experts")
+        if weights is not None:
+            _check_weights(self.op, weights, ids)
+        check(self.problem(inputs, options, world_size, Problem))
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
+        x, ids, _ = inputs
+        shape = (*x.shape, ids.shape[1], options[0])
+        made: Problem = make(
+            self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=BY_TOKEN, mode="eager",
+            input_kind="symmetric" if options[2] else "plain",
+        )  # fmt: skip
+        return made
+
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
+        problem = self.problem(inputs, options, world_size, Problem)
+        return shapes_by_token(problem, weighted=inputs[2] is not None)
+
+    def asks_for(self, problem: Problem) -> bool:
+        return problem.layout == BY_TOKEN
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        return (*inputs, *outputs), (problem.shape[3], False, problem.input_kind == "symmetric")
+
+    def key(self, tensors: Tensors) -> Any:
+        return tuple(tensors[0].shape), tuple(tensors[1].shape)
+
+    def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+        """Nothing is asked of any expert: no result has elements but those of tokens that are nowhere."""
+        return not inputs[1].numel()
+
+    def operands(self, inputs: Tensors, options: Any) -> Tensors:
+        x, ids, weights = inputs
+        return x, ids, None if weights is None else weights.to(torch.float32)
+
+
+class _ByTokenPath(CallPath[Any]):
+    """Calls where gradients are recorded leave zeros in rows that hold no token."""
+
+    def run(self, communicator: Any, inputs: Tensors, targets: Tensors, signature: CallSignature) -> Plan | None:
+        zeros = signature.options[1]
+        if zeros:
+            targets[0].zero_()
+        if communicator.world_size == 1 and inputs[1].numel():
+            problem = self.adapter.problem(inputs, signature.options, 1)
+            operands = self.adapter.operands(inputs, signature.options)
+            results, code = dispatched([operands], 0, problem, 0, ALIGNMENT)
+            for target, result in zip(targets, results, strict=True):
+                target.copy_(result)
+            Overflow.of(communicator.group, communicator.device).note(code, 0, communicator)
+            return None
+        plan = super().run(communicator, inputs, targets, signature)
+        return None if zeros else plan
+
+
+class _CombineByToken(OpAdapter):
+    op = "ep_combine"
+    inputs = ("rows_out", "expert_ids", "topk_ids")
+    options = ("int num_experts",)
+    depends_on_memory = True
+    gradient = autograd.keep_topk_ids, autograd.ep_combine_tokens
+
+    @property
+    def operator(self) -> str:
+        return "ep_combine_tokens"
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        rows, held, ids = inputs
+        check_dtype(self.op, rows, FLOATS)
+        _check_ids(self.op, ids)
+        if rows.dim() != 2 or ids.dim() != 2 or len(rows) != world_size * len(ids):
+            raise UnsupportedInputError(
+                f"{self.op} takes a row for each row of sent.tokens, [{world_size * len(ids)}, hidden], not "
+                f"{tuple(rows.shape)}"
+            )
+        if held.dtype != torch.int32 or tuple(held.shape) != (len(rows), ids.shape[1]):
+            raise UnsupportedInputError(
+                f"expert_ids of {self.op} have shape {tuple(held.shape)} and {held.dtype}; pass those of an "
+                "ep_dispatch of the same tokens on this group"
+            )
+        check(self.problem(inputs, options, world_size, Problem))
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
+        rows, _, ids = inputs
+        shape = (ids.shape[0], rows.shape[1], ids.shape[1], options[0])
+        made: Problem = make(
+            self.op, shape, FLOATS[rows.dtype], world_size, reduction="", layout=BY_TOKEN, mode="eager"
+        )  # fmt: skip
+        return made
+
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
+        return [((inputs[2].shape[0], inputs[0].shape[1]), inputs[0].dtype)]
+
+    def asks_for(self, problem: Problem) -> bool:
+        return problem.layout == BY_TOKEN
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        return (*inputs, *outputs), (problem.shape[3],)
+
+    def key(self, tensors: Tensors) -> Any:
+        return tuple(tensors[0].shape), tuple(tensors[2].shape)
+
+    def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+        """No rank has a token, or tokens have no elements."""
+        if inputs[2].numel() and inputs[0].shape[1]:
+            return False
+        results[0].zero_()
+        return True
+
+    def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
+        rows, _, ids = inputs
+        return (sum_by_token([rows], ids, self.problem(inputs, options, 1)),)
 
 
 class _GuardedPath(CallPath[torch.Tensor]):
@@ -308,8 +605,11 @@ def _check_ids(op: str, ids: torch.Tensor) -> None:
 _dispatch = _DispatchPath(_Dispatch())
 _combine: CallPath[torch.Tensor] = CallPath(_Combine())
 _guarded = _GuardedPath(_Combine())  # the operator's
+_dispatch_tokens = _ByTokenPath(_DispatchByToken())
+_combine_tokens: CallPath[torch.Tensor] = CallPath(_CombineByToken())
 
 
+@overload
 def ep_dispatch(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -319,10 +619,45 @@ def ep_dispatch(
     layout: Layout = "padded",
     quantize: Quantisation | None = None,
     alignment: int = ALIGNMENT,
+    topk_weights: None = None,
+    compact: Literal[False] = False,
+    buffers: None = None,
     group: dist.ProcessGroup | None = None,
     max_sms: int | None = None,
-) -> DispatchResult:
-    """Send every token to the ranks of its experts; each rank gets its experts' tokens, sorted by expert.
+) -> DispatchResult: ...
+
+
+@overload
+def ep_dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    num_experts: int,
+    layout: TokenLayout,
+    topk_weights: torch.Tensor | None = None,
+    compact: bool = False,
+    buffers: ExpertBuffers | None = None,
+    group: dist.ProcessGroup | None = None,
+    max_sms: int | None = None,
+) -> TokenDispatchResult: ...
+
+
+def ep_dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    layout: Layout | TokenLayout = "padded",
+    quantize: Quantisation | None = None,
+    alignment: int = ALIGNMENT,
+    topk_weights: torch.Tensor | None = None,
+    compact: bool = False,
+    buffers: ExpertBuffers | None = None,
+    group: dist.ProcessGroup | None = None,
+    max_sms: int | None = None,
+) -> DispatchResult | TokenDispatchResult:
+    """Send every token to the ranks of its experts; each rank gets its experts' tokens, by expert or by token.
 
     Args:
         x: tokens, [T, H], any strides. Kernels take bf16, fp16 and fp32; fp64 runs the variant `library` on GPUs. The
@@ -334,17 +669,25 @@ def ep_dispatch(
             (`contiguous`); the same on every rank. By default room for whatever the router chooses, as long as it names
             no expert twice for one token.
         layout: `padded`: tokens have the shape [E_local, capacity, H]. `contiguous`: [capacity, H], experts one after
-            another, each at a multiple of `alignment` rows, for grouped GEMMs.
+            another, each at a multiple of `alignment` rows, for grouped GEMMs. `tokens`: [n · T, H], each token once,
+            in the order of (source rank, token), for kernels that find an expert's rows by `expert_ids`; nothing is
+            counted, and no capacity can be exceeded.
         quantize: None; `token` or `group128`: tokens travel and arrive in e4m3, with one scale in fp32 for each token
             or for 128 elements of it: the largest magnitude over 448. Not differentiable.
         alignment: rows, for `contiguous`.
+        topk_weights: for `tokens`: [T, K], floating-point; they travel along, in fp32, −0.0 as 0.0. On all ranks or on
+            none.
+        compact: for `tokens`: also list the rows that hold tokens.
+        buffers: for `tokens`, on all ranks or on none: what `ep_buffers` made. The results are views of its next slot,
+            into which peers write, and are not differentiable. Work that reads or writes the slot must be in the
+            current stream's past, on every rank.
         group: as in `all_reduce`.
         max_sms: as in `all_reduce`, for overlap with the experts' GEMMs.
 
     Returns:
-        `DispatchResult`. Within an expert tokens stand in the order of (source rank, token, k), whatever variant runs.
-        What lies behind an expert's tokens is unspecified, but zeros unless gradients are switched off
-        (`torch.no_grad()`): the gradients of the experts' weights are sums over all rows.
+        `TokenDispatchResult` for `tokens`, else `DispatchResult`. Within an expert tokens stand in the order of (source
+        rank, token, k), whatever variant runs. Rows that hold no token are unspecified, but zeros unless gradients are
+        switched off (`torch.no_grad()`): the gradients of the experts' weights are sums over all rows.
 
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
@@ -352,24 +695,55 @@ def ep_dispatch(
             it at once. GPUs write nothing out of bounds, and `DispatchResult.check()` or the next call of either op
             raises it.
 
-    Its gradient is an `ep_combine` without weights. Can be captured in CUDA graphs; never synchronises the host.
+    Its gradient is an `ep_combine` without weights; weights that travel along get the sum of the ranks' gradients. Can
+    be captured in CUDA graphs; never synchronises the host.
     """
+    path = _dispatch_tokens if layout == BY_TOKEN else _dispatch
     try:
+        if layout == BY_TOKEN:
+            if capacity is not None or quantize is not None or alignment != ALIGNMENT:
+                raise UnsupportedInputError("layout='tokens' takes no capacity, quantize and alignment; leave them out")
+            outputs: list[Any] = [None, None, None]
+            output = None
+            if buffers is not None:
+                *outputs, output = buffers.next_slot(x, topk_ids, group)
+                if topk_weights is None:
+                    outputs[2] = x.new_empty(0, dtype=torch.float32)
+            choices = (num_experts, buffers is None and torch.is_grad_enabled(), buffers is not None)
+            found = path.call((x, topk_ids, topk_weights, *outputs), choices, group, "default", max_sms)
+            turn = 0 if buffers is None else buffers.count()
+            row_ids, num_rows = _rows_in_use(found[1]) if compact else (None, None)
+            weights = None if topk_weights is None else found[2]
+            return TokenDispatchResult(
+                found[0], found[1], weights, topk_ids, num_experts, row_ids, num_rows, group, output, buffers, turn
+            )
+        if topk_weights is not None or compact or buffers is not None:
+            raise UnsupportedInputError(f"topk_weights, compact and buffers are for layout='tokens', not {layout!r}")
         inputs = (x, topk_ids)
         options = (num_experts, capacity, layout, quantize or "", alignment, torch.is_grad_enabled())
-        tokens, scales, counts, offsets, rows = _dispatch.call(
+        tokens, scales, counts, offsets, rows = path.call(
             (*inputs, *(None,) * len(_Dispatch.outputs)), options, group, "default", max_sms
         )
         return DispatchResult(tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group)
     except BaseException as error:
-        _dispatch.left(error, x, group)
+        path.left(error, x, group)
         raise
+
+
+def _rows_in_use(expert_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that hold tokens, then −1, and their number; never waits for the device."""
+    used = (expert_ids >= 0).any(1)
+    count = len(used)
+    place = torch.where(used, used.cumsum(0) - 1, count)
+    rows = torch.arange(count, dtype=torch.int32, device=used.device)
+    listed = torch.full((count + 1,), -1, dtype=torch.int32, device=used.device).scatter_(0, place, rows)
+    return listed[:count], used.sum(dtype=torch.int32)
 
 
 def ep_combine(
     expert_out: torch.Tensor,
-    sent: DispatchResult,
-    topk_weights: torch.Tensor,
+    sent: DispatchResult | TokenDispatchResult,
+    topk_weights: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
     numerics: NumericsPolicy | None = None,
@@ -380,16 +754,19 @@ def ep_combine(
     Args:
         expert_out: results in the shape and order of `sent.tokens`, of any hidden size; in the layout `contiguous`
             rows behind the last one in use may be left out, where none is in use all of them. Kernels take bf16, fp16
-            and fp32; fp64 runs the variant `library` on GPUs. Left as it is; rows that hold no token are not read.
+            and fp32; fp64 runs the variant `library` on GPUs. Left as it is; rows that hold no token are not read. In
+            the layout `tokens` one row for each row of `sent.tokens`: the sum over the experts of this rank, already
+            weighted.
         sent: what `ep_dispatch` returned.
-        topk_weights: [T, K], floating-point; used in fp32.
+        topk_weights: [T, K], floating-point; used in fp32. None in the layout `tokens`.
         out: where to write, [T, H] of expert_out's dtype, any strides. None allocates it.
-        numerics: as in `all_reduce`. Ordered: summed from +0.0 in fp32 in the order of K, rounded once; every
-            variant is.
+        numerics: as in `all_reduce`. Ordered: summed from +0.0 in fp32 in the order of K, in the layout `tokens` of the
+            ranks, rounded once; every variant is.
         max_sms: as in `all_reduce`.
 
     Returns:
-        `out`, or a new tensor [T, H]: the sum over K of weight · result; ids of −1 add nothing.
+        `out`, or a new tensor [T, H]: the sum over K of weight · result, in the layout `tokens` the sum over the ranks;
+        ids of −1 add nothing.
 
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError, CapacityError: as in
@@ -401,16 +778,28 @@ def ep_combine(
     Differentiable in expert_out and topk_weights. Can be captured in CUDA graphs; never synchronises the host, but for
     the variant `library`.
     """
+    by_token = isinstance(sent, TokenDispatchResult)
     try:
+        if by_token == (topk_weights is not None):
+            raise UnsupportedInputError(
+                "in the layout 'tokens' ep_combine takes no topk_weights: rows of expert_out are sums by weight"
+                if by_token
+                else "ep_combine needs topk_weights of shape [tokens, top-k]"
+            )
+        if isinstance(sent, TokenDispatchResult):
+            if sent.buffers is not None:
+                sent.buffers.check(sent.turn)
+            tensors = (expert_out, sent.expert_ids, sent.topk_ids, out)
+            return _combine_tokens.call(tensors, (sent.num_experts,), sent.group, numerics, max_sms)
         if not isinstance(sent, DispatchResult):
             raise UnsupportedInputError(f"sent is a {type(sent).__name__}; pass what ep_dispatch returned")
-        tensors, options = (expert_out, topk_weights, sent.topk_ids, sent.rows, out), (sent.num_experts,)
+        given, options = (expert_out, topk_weights, sent.topk_ids, sent.rows, out), (sent.num_experts,)
         path = _combine
         if isinstance(expert_out, torch.Tensor) and expert_out.shape[:-1] != (due := sent.tokens.shape[:-1]):
             path = _guarded
             if expert_out.dim() != 2 or len(due) > 1 or len(expert_out) > due[0]:
-                path.refuse(tensors, options, sent.group, numerics, tuple(due))
-        return path.call(tensors, options, sent.group, numerics, max_sms)
+                path.refuse(given, options, sent.group, numerics, tuple(due))
+        return path.call(given, options, sent.group, numerics, max_sms)
     except BaseException as error:
-        _combine.left(error, expert_out, getattr(sent, "group", None))
+        (_combine_tokens if by_token else _combine).left(error, expert_out, getattr(sent, "group", None))
         raise

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Kernel arguments that are tuples of so many int64, by name; every other runtime argument is one int64.
 _TUPLES = {
     **dict.fromkeys(("peers", "input_peers", "panel_peers", "out_peers", "flag_peers"), MAX_WORLD_SIZE - 1),
+    **dict.fromkeys(("ids_peers", "weights_peers"), MAX_WORLD_SIZE - 1),
     **dict.fromkeys(("send_from", "send_bytes", "recv_to", "recv_bytes"), MAX_WORLD_SIZE - 1),
     **dict.fromkeys(("shape", "scale_strides"), 2),
 }

@@ -1,5 +1,7 @@
 """host_unfused, copy_engine: ep_dispatch by an all_gather of all tokens, of which PyTorch takes those that are due.
 
+In the layout `tokens` CPU tensors come back by an all_to_all of the results for each rank's tokens.
+
 Every token goes to every rank, also where it has no expert: with 8 experts a token one in ten on 4 ranks. No rank needs
 to know sizes before it sends, so copy engines can move large shards beside the experts' GEMMs and take no SMs; CPU
 tensors go through the ring in shared memory.
@@ -14,12 +16,13 @@ from typing import Any
 
 from tunedcomm.kernels.all_gather.copy_engine import CopyEngine
 from tunedcomm.kernels.all_gather.host import HostOneShot
+from tunedcomm.kernels.all_to_all.host import HostOneShot as HostAllToAll
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import HostComposed
 from tunedcomm.kernels.common.variant import Collective, ComposedVariant, Workspace
-from tunedcomm.kernels.moe.op import dispatch_by, sizes_of
+from tunedcomm.kernels.moe.op import BY_TOKEN, bytes_of_wire_row, combine_by_token, dispatch_by
 from tunedcomm.space import Config
-from tunedcomm.spec import Limits, Problem
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
 _LEAST_SHARD = 1 << 20  # bytes: below it PyTorch's operators take longer than any push
 
@@ -29,8 +32,7 @@ class _Gathered(ComposedVariant):
 
     def collective_problem(self, problem: Problem) -> Problem:
         """The gather of the tokens as they are sent, with their ids."""
-        s = sizes_of(problem)
-        shape = (s.tokens * (s.wire_bytes + 4 * s.topk),)
+        shape = (problem.shape[0] * bytes_of_wire_row(problem),)
         return replace(problem, shape=shape, dtype="uint8", layout="", scaling="", input_kind="plain")
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -41,6 +43,25 @@ class _Gathered(ComposedVariant):
 class DispatchHost(_Gathered, HostComposed, registered=True):
     summary = "CPU tensors: all_gather in shared memory, then PyTorch operators that sort"
     algorithms = {"one_shot": HostOneShot.variant}  # noqa: RUF012 - never changed
+
+
+class CombineHost(HostComposed, registered=True):
+    op = "ep_combine"
+    summary = "CPU tensors: all_to_all in shared memory, then PyTorch operators that sum; layout tokens"
+    algorithms = {"one_shot": HostAllToAll.variant}  # noqa: RUF012 - never changed
+
+    def collective_problem(self, problem: Problem) -> Problem:
+        """The exchange of all rows, also of those that hold no token."""
+        tokens, hidden = problem.shape[:2]
+        shape = (tokens * hidden * ITEMSIZE[problem.dtype],)
+        return replace(problem, shape=shape, dtype="uint8", layout="", input_kind="plain")
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return None if problem.layout == BY_TOKEN else "rows of each expert go to the library on CPUs"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        launch = self.collectives(problem, config)[0].bind(workspace)
+        return combine_by_token(lambda come, sent, stream: launch((sent,), (come,), stream), problem)
 
 
 class DispatchCopyEngine(_Gathered, registered=True):

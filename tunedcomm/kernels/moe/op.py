@@ -15,9 +15,18 @@ ep_dispatch: inputs are x [T, H], topk_ids [T, K] and the alignment of experts i
 Rows of an expert stand in the order of (source rank, token, k). Rows behind its count are not written. The capacity of
 a call, C or R, is the shape of its output.
 
+In the layout `tokens` a token arrives once at each rank that has experts of it, at a row that follows from its address.
+Inputs are x, topk_ids and, if they travel along, topk_weights [T, K] in fp32. Outputs are
+
+    tokens      [n · T, H]: row r · T + t is token t of rank r; rows of tokens that are not here are not written
+    expert_ids  [n · T, K] int32, numbered from this rank's first expert; −1 for experts of other ranks
+    weights     [n · T, K] fp32, of all experts, −0.0 as 0.0; empty if no weights travel
+
 ep_combine: inputs are the experts' results as a matrix [R, H], weights [T, K] in fp32, topk_ids, and `rows` of the
 dispatch. Output: y [T, H], where y[t] is the sum of weight · result over k in order, from +0.0 in fp32 (fp64 for fp64),
-rounded once. What had no room counts as zeros.
+rounded once. What had no room counts as zeros. In the layout `tokens` inputs are one row for each row of tokens,
+[n · T, H], expert_ids of the dispatch and topk_ids; y[t] is the sum of the ranks' rows in order, from +0.0 in fp32
+(fp64 for fp64), rounded once.
 
 **Overflow.** Nothing is written where there is no room. All ranks learn the counts of all experts, so that all raise:
 calls of CPU tensors at once, calls on GPUs at the next call of either op on this rank, or at `DispatchResult.check`.
@@ -27,7 +36,6 @@ What they found is kept in a cell of pinned memory: `Overflow`.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -45,7 +53,9 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 128  # of experts in the layout `contiguous`
-LAYOUTS = ("padded", "contiguous")
+SORTED = ("padded", "contiguous")  # layouts whose rows stand expert by expert
+BY_TOKEN = "tokens"  # noqa: S105 - a layout
+LAYOUTS = (*SORTED, BY_TOKEN)
 NOT_HERE, NO_ROOM = -1, -2  # in `rows`
 _SLACK = 4096  # rows of samples, for the skew of small ones
 _COUNT_BITS = 40
@@ -116,6 +126,15 @@ def place(ids: torch.Tensor, rank: int, problem: Problem, bound: int, alignment:
     return Placed(
         counts[own].int(), offsets[rank].int(), rows.view(ids.shape).int(), torch.where(wrong > 0, -wrong, code)
     )
+
+
+def local_ids(ids: torch.Tensor, rank: int, problem: Problem) -> torch.Tensor:
+    """Ids of experts as a rank numbers its own ones, int32; −1 for experts of other ranks and for none."""
+    import torch
+
+    s = sizes_of(problem)
+    here = (ids >= rank * s.local) & (ids < (rank + 1) * s.local)
+    return torch.where(here, ids - rank * s.local, NOT_HERE).int()
 
 
 def offsets_of(counts: torch.Tensor, problem: Problem, bound: int, alignment: int) -> torch.Tensor:
@@ -194,8 +213,8 @@ class Overflow:
         self.clear()
         if code < 0:
             raise UnsupportedInputError(
-                f"topk_ids of ep_dispatch named experts that do not exist, {-code} times on all ranks; ids are 0 to "
-                "num_experts − 1, or −1 for a token that is dropped"
+                f"topk_ids of ep_dispatch named experts that do not exist, {-code} times or more on all ranks; ids are "
+                "0 to num_experts − 1, or −1 for a token that is dropped"
             )
         expert, count = (code >> _COUNT_BITS) - 1, code & ((1 << _COUNT_BITS) - 1)
         if expert < 0:  # of ep_combine
@@ -236,12 +255,14 @@ def quantised(x: torch.Tensor, scaling: str) -> tuple[torch.Tensor, torch.Tensor
     return to_e4m3(groups / scales.unsqueeze(-1)).flatten(-2), scales
 
 
-def wire_rows(x: torch.Tensor, ids: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Tokens as they are sent, as bytes: the row, its scales, its ids in int32."""
+def wire_rows(x: torch.Tensor, ids: torch.Tensor, problem: Problem, weights: torch.Tensor | None) -> torch.Tensor:
+    """Tokens as they are sent, as bytes: the row, its scales, its ids in int32, in the layout `tokens` its weights."""
     import torch
 
     parts = [*quantised(x, problem.scaling)] if problem.scaling else [x]
     parts.append(ids.clamp(-2, sizes_of(problem).experts).int())  # what is no expert stays none
+    if problem.layout == BY_TOKEN:
+        parts.append(torch.zeros_like(parts[-1]) if weights is None else torch.where(weights == 0, 0.0, weights))
     return torch.cat([part.contiguous().view(torch.uint8).view(len(x), -1) for part in parts], 1)
 
 
@@ -268,7 +289,7 @@ def weighted_sum(parts: Sequence[torch.Tensor], weights: torch.Tensor, valid: to
 
 
 def bound_of(problem: Problem, tokens: torch.Tensor) -> int:
-    """Rows of an expert if `padded`, of all experts if `contiguous`."""
+    """Rows of an expert if `padded`, of all experts otherwise."""
     return int(tokens.shape[1 if problem.layout == "padded" else 0])
 
 
@@ -296,6 +317,43 @@ def token_shapes(problem: Problem, capacity: int) -> list[tuple[tuple[int, ...],
     ]
 
 
+def bytes_of_wire_row(problem: Problem) -> int:
+    """Bytes of a row of `wire_rows`."""
+    s = sizes_of(problem)
+    return s.wire_bytes + (8 if problem.layout == BY_TOKEN else 4) * s.topk
+
+
+def shapes_by_token(problem: Problem, *, weighted: bool) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of every output of ep_dispatch in the layout `tokens`."""
+    import torch
+
+    s = sizes_of(problem)
+    rows = problem.world_size * s.tokens
+    weights = (rows, s.topk) if weighted else (0,)
+    return [
+        ((rows, s.hidden), getattr(torch, problem.dtype)), ((rows, s.topk), torch.int32), (weights, torch.float32)
+    ]  # fmt: skip
+
+
+def _unpack_by_token(
+    wire: torch.Tensor, rank: int, problem: Problem, outputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """`unpack` in the layout `tokens`."""
+    import torch
+
+    s = sizes_of(problem)
+    row, ids, weights = wire.split([s.row_bytes, 4 * s.topk, 4 * s.topk], 1)
+    ids = ids.contiguous().view(torch.int32)
+    here = local_ids(ids, rank, problem)
+    target = outputs[0].view(torch.uint8)
+    torch.where((here >= 0).any(1, keepdim=True), row, target, out=target)
+    outputs[1].copy_(here)
+    if outputs[2].numel():
+        outputs[2].copy_(weights.contiguous().view(torch.float32))
+    wrong: torch.Tensor = ((ids < -1) | (ids >= s.experts)).sum()
+    return -wrong
+
+
 def unpack(
     wire: torch.Tensor, rank: int, problem: Problem, outputs: tuple[torch.Tensor, ...], alignment: int
 ) -> torch.Tensor:
@@ -306,6 +364,8 @@ def unpack(
     """
     import torch
 
+    if problem.layout == BY_TOKEN:
+        return _unpack_by_token(wire, rank, problem, outputs)
     s = sizes_of(problem)
     tokens, scales, ids = wire.split([s.row_bytes, 4 * s.num_scales, 4 * s.topk], 1)
     ids = ids.contiguous().view(torch.int32).view(problem.world_size, s.tokens, s.topk)
@@ -328,11 +388,17 @@ def unpack(
 def dispatched(
     everyone: Sequence[tuple[torch.Tensor, ...]], rank: int, problem: Problem, bound: int, alignment: int
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The outputs of ep_dispatch from all ranks' (x, ids), with zeros in rows behind the counts, and `Placed.code`."""
+    """The outputs of ep_dispatch from all ranks' inputs, with zeros in rows that hold no token, and `Placed.code`.
+
+    Inputs are (x, ids), in the layout `tokens` (x, ids, weights or None).
+    """
     import torch
 
-    wire = torch.cat([wire_rows(x, ids, problem) for x, ids in everyone])
-    made = tuple(torch.zeros(size, dtype=dtype, device=wire.device) for size, dtype in token_shapes(problem, bound))
+    wire = torch.cat([wire_rows(x, ids, problem, *(more or (None,))) for x, ids, *more in everyone])
+    shapes = token_shapes(problem, bound)
+    if problem.layout == BY_TOKEN:
+        shapes = shapes_by_token(problem, weighted=everyone[0][2] is not None)
+    made = tuple(torch.zeros(size, dtype=dtype, device=wire.device) for size, dtype in shapes)
     return made, unpack(wire, rank, problem, made, alignment)
 
 
@@ -369,13 +435,25 @@ def _dispatch_inputs(problem: Problem, rank: int, seed: int, kind: str, device: 
         x = draw((s.tokens * s.hidden,), problem.dtype, generator_of(rank, seed, device), kind)
     else:
         x = draw_any(problem, s.tokens * s.hidden, rank, seed, kind, device)
-    return x.view(s.tokens, s.hidden), _sample_ids(problem, rank, seed, kind, device)
+    given = x.view(s.tokens, s.hidden), _sample_ids(problem, rank, seed, kind, device)
+    return (*given, _sample_weights(problem, rank, seed, kind, device)) if problem.layout == BY_TOKEN else given
+
+
+def _sample_weights(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:
+    """Weights of every token: whole numbers (`integers`), of which 8, weighted, sum up without rounding, or any."""
+    import torch
+
+    s, generator = sizes_of(problem), generator_of(rank, seed + 2, device)
+    weights = torch.rand(s.tokens, s.topk, generator=generator, dtype=torch.float32, device=device)
+    return (weights * 2).floor() if kind == "integers" else weights - 0.125
 
 
 def _dispatch_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
     shapes = token_shapes(problem, _sample_bound(problem))
+    if problem.layout == BY_TOKEN:
+        shapes = shapes_by_token(problem, weighted=True)
     return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
 
 
@@ -394,15 +472,22 @@ def _cleared(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tens
     return words.masked_fill(unused.unsqueeze(1), 0).view(values.dtype).view(values.shape)
 
 
+def _cleared_by_token(values: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """`values` with zeros in the rows of tokens that are not here; `held` are the expert_ids."""
+    return values.masked_fill((held < 0).all(1, keepdim=True), 0)
+
+
 def _clear_dispatched(
     problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Zeros in rows behind the experts' counts, and in tokens without an expert."""
+    """Zeros in rows that hold no token, and in tokens without an expert."""
     if inputs:
         x, ids, *rest = inputs
         inputs = (x.masked_fill((ids < 0).all(1, keepdim=True), 0), ids, *rest)
     if not outputs:
         return inputs, outputs
+    if problem.layout == BY_TOKEN:
+        return inputs, (_cleared_by_token(outputs[0], outputs[1]), *outputs[1:])
     rows, count = outputs[4], outputs[0].numel() // problem.shape[1]
     return inputs, (*(_cleared(values, rows, count) for values in outputs[:2]), *outputs[2:])
 
@@ -411,6 +496,8 @@ def _combine_inputs(problem: Problem, rank: int, seed: int, kind: str, device: A
     """Results of the experts, weights, ids and rows; NaN in rows that hold no token."""
     import torch
 
+    if problem.layout == BY_TOKEN:
+        return _combine_inputs_by_token(problem, rank, seed, kind, device)
     s, bound = sizes_of(problem), _sample_bound(problem)
     ids = torch.stack([_sample_ids(problem, peer, seed, kind, device) for peer in range(problem.world_size)])
     rows = place(ids, rank, problem, bound, ALIGNMENT).rows
@@ -422,6 +509,18 @@ def _combine_inputs(problem: Problem, rank: int, seed: int, kind: str, device: A
     return results, (weights * 2).floor() if kind == "integers" else weights, ids[rank], rows
 
 
+def _combine_inputs_by_token(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[Any, ...]:
+    """Results for all tokens that are here, expert_ids and ids; NaN in rows that hold no token."""
+    import torch
+
+    s = sizes_of(problem)
+    ids = torch.stack([_sample_ids(problem, peer, seed, kind, device) for peer in range(problem.world_size)])
+    held = local_ids(ids.view(-1, s.topk), rank, problem)
+    results = draw((len(held), s.hidden), problem.dtype, generator_of(rank, seed, device), kind)
+    results[(held < 0).all(1)] = float("nan")
+    return results, held, ids[rank]
+
+
 def _combine_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
     import torch
 
@@ -429,10 +528,22 @@ def _combine_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
     return (torch.empty(s.tokens, s.hidden, dtype=getattr(torch, problem.dtype), device=device),)
 
 
-def _combined(inputs: Sequence[tuple[Any, ...]], rank: int, dtype_name: str) -> tuple[torch.Tensor]:
-    """The weighted sum of a rank's tokens, of results in that dtype."""
+def sum_by_token(parts: Sequence[torch.Tensor], ids: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """The sum of [T, H] of every rank in order, of those that have experts of the token, as ep_combine rounds it."""
     import torch
 
+    there = torch.stack([(local_ids(ids, rank, problem) >= 0).any(1) for rank in range(len(parts))], 1)
+    return weighted_sum(parts, torch.ones_like(there, dtype=torch.float32), there)
+
+
+def _combined(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int, dtype_name: str) -> tuple[torch.Tensor]:
+    """The sum of a rank's tokens, of results in that dtype."""
+    import torch
+
+    if problem.layout == BY_TOKEN:
+        own = slice(rank * problem.shape[0], (rank + 1) * problem.shape[0])
+        parts = [given[0][own].to(getattr(torch, dtype_name)) for given in inputs]
+        return (sum_by_token(parts, inputs[rank][2], problem),)
     dtype, device = getattr(torch, dtype_name), inputs[rank][0].device
     rows = torch.stack([given[3][rank] for given in inputs])
     shape = rows.shape[1], inputs[rank][0].shape[1]
@@ -449,9 +560,18 @@ def _clear_combined(
     """Zeros in rows of the experts' results that hold no token, and in weights of no expert."""
     if not inputs:
         return inputs, outputs
+    if problem.layout == BY_TOKEN:
+        return (_cleared_by_token(inputs[0], inputs[1]), *inputs[1:]), outputs
     results, weights, ids, rows = inputs
     results = _cleared(results, rows, results.numel() // problem.shape[1])
     return (results, weights.masked_fill(ids < 0, 0), ids, rows), outputs
+
+
+def _combined_bytes(problem: Problem) -> int:
+    """Bytes of results that go to each rank: a row for each expert of a token, in the layout `tokens` one for all."""
+    s = sizes_of(problem)
+    row_of_rank = s.row_bytes if problem.layout == BY_TOKEN else s.row_bytes * s.topk // problem.world_size
+    return s.tokens * row_of_rank
 
 
 def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
@@ -468,6 +588,8 @@ def check(problem: Problem) -> None:
         UnsupportedInputError: says what to pass.
     """
     _, hidden, _, experts = problem.shape
+    if problem.layout == BY_TOKEN and problem.scaling:
+        raise UnsupportedInputError(f"layout='{BY_TOKEN}' moves tokens as they are; quantize them before, or pass None")
     if experts < 1 or experts % problem.world_size:
         raise UnsupportedInputError(
             f"{experts} experts cannot be shared equally by {problem.world_size} ranks; pass a multiple of that as "
@@ -509,9 +631,10 @@ register_op(
         message_bytes=lambda problem: problem.shape[0] * sizes_of(problem).wire_bytes,
         ordered_reference=_dispatch_exact,
         layouts=LAYOUTS,
+        symmetric_outputs=True,
         scalings=("", "token", "group128"),
         # Tokens as they are, then in fp8, whose sizes count in their own bytes.
-        related_forms=lambda problem: (("padded", "contiguous"), ("", "token", "group128")),
+        related_forms=lambda problem: (SORTED, ("", "token", "group128")) if problem.layout in SORTED else ((), ()),
         mask_unspecified=_clear_dispatched,
     )
 )
@@ -521,11 +644,12 @@ register_op(
         summary="the results of a token's experts come back and are summed by weight",
         make_inputs=_combine_inputs,
         make_outputs=_combine_outputs,
-        reference=lambda problem, inputs, rank: _combined(inputs, rank, "float64"),
+        reference=lambda problem, inputs, rank: _combined(problem, inputs, rank, "float64"),
         # ‖out − ref‖ / ‖ref‖ of a sum in fp32 that is rounded once.
         tolerance={"bfloat16": 4e-3, "float16": 6e-4, "float32": 1e-6, "float64": 1e-14},
-        message_bytes=lambda problem: math.prod(problem.shape[:3]) * ITEMSIZE[problem.dtype] // problem.world_size,
-        ordered_reference=lambda problem, inputs, rank: _combined(inputs, rank, problem.dtype),
+        message_bytes=_combined_bytes,
+        ordered_reference=lambda problem, inputs, rank: _combined(problem, inputs, rank, problem.dtype),
+        layouts=("", BY_TOKEN),
         mask_unspecified=_clear_combined,
     )
 )
@@ -542,12 +666,27 @@ def dispatch_by(
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         # No `overflow.check` here: a rank that raised while others do not yet know would leave them in the collective.
         x, ids, *rest = inputs
-        wire = wire_rows(x, ids, problem)
+        by_token = problem.layout == BY_TOKEN
+        wire = wire_rows(x, ids, problem, rest[0] if rest and by_token else None)
         everyone = wire.new_empty(problem.world_size * wire.shape[0], wire.shape[1])
         gather(everyone, wire, stream)
-        alignment = int(rest[0]) if rest else ALIGNMENT
+        alignment = ALIGNMENT if by_token or not rest else int(rest[0])
         code = unpack(everyone, dist.get_rank(workspace.group), problem, outputs, alignment)
         overflow.note(code, bound_of(problem, outputs[0]), workspace)
+
+    return run
+
+
+def combine_by_token(trade: Callable[[torch.Tensor, torch.Tensor, int], object], problem: Problem) -> Launch:
+    """A launch of ep_combine in the layout `tokens`: `trade(come, sent, stream)` is an all_to_all of rows, as bytes."""
+    import torch
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        results, held, ids = inputs
+        sent = _cleared_by_token(results, held).view(problem.world_size, *outputs[0].shape)
+        come = torch.empty_like(sent)
+        trade(come.view(torch.uint8), sent.view(torch.uint8), stream)
+        outputs[0].copy_(sum_by_token(come.unbind(), ids, problem))
 
     return run
 
@@ -578,6 +717,9 @@ class CombineLibrary(LibraryVariant, registered=True):
         import torch
         import torch.distributed as dist
 
+        if problem.layout == BY_TOKEN:
+            trade = functools.partial(dist.all_to_all_single, group=workspace.group)
+            return combine_by_token(lambda come, sent, stream: trade(come, sent), problem)
         s, n, overflow = sizes_of(problem), problem.world_size, Overflow.of(workspace.group, workspace.device)
         exchange: Any = functools.partial(dist.all_to_all_single, group=workspace.group)
 

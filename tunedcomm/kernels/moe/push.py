@@ -54,7 +54,7 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets, store_word
 from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, lane_arguments
-from tunedcomm.kernels.moe.op import ALIGNMENT, Overflow, bound_of, sizes_of
+from tunedcomm.kernels.moe.op import ALIGNMENT, BY_TOKEN, Overflow, bound_of, sizes_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
@@ -581,9 +581,14 @@ IN_PIECES: Mapping[str, Axis] = {**GRID, "chunk_tokens": PowerOfTwo(1, 1024)}
 
 
 class GridVariant(KernelVariant):
-    """A variant whose grid shares out tokens among lanes of blocks, and a token's packets among those of a lane."""
+    """A variant whose grid shares out tokens among lanes of blocks, and a token's packets among those of a lane.
 
-    trailing_arguments = ("gather", "num_chunks")
+    Attributes:
+        by_token: serves the layout `tokens`, and no other.
+    """
+
+    by_token = False
+    trailing_arguments: tuple[str, ...] = ("gather", "num_chunks")
     room = "staging_bytes"  # of `Limits`
     host_preferred: Mapping[str, float] = {**HOST_GRID, "chunk_tokens": 32, "split": 1, "items": 1}
     most_registers = 255  # without a bound ptxas often aims at 128 and spills what is above
@@ -621,6 +626,8 @@ class GridVariant(KernelVariant):
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         if reason := refuse_kernels(problem, limits, SUM_DTYPES, ("", "sum")):
             return reason
+        if self.by_token != (problem.layout == BY_TOKEN):
+            return "it serves layout tokens alone" if self.by_token else "tokens_lamport and tokens_push serve it"
         if (row_bytes := sizes_of(problem).row_bytes) % PACKET_BYTES:
             return f"kernels move tokens of whole packets of {PACKET_BYTES} bytes, not of {row_bytes} bytes"
         return None

@@ -108,14 +108,18 @@ class ProblemTensors:
 
     def _buffers(self, slot: int) -> tuple[Tensors, Tensors]:
         like, shape = self.case("random", 0).inputs, f"of shape {self.problem.shape}"
-        sizes = [tensor.nbytes + check.GUARD_BYTES for tensor in like]
-        rooms = self._gang.symmetric_rooms(self.problem, sizes, slot)
+        made = () if self.problem.in_place else self.op.make_outputs(self.problem, self._gang.device)
+        addressed = (*like, *made) if self.op.symmetric_outputs else like
+        sizes = [tensor.nbytes + check.GUARD_BYTES for tensor in addressed]
+        rooms = [*self._gang.symmetric_rooms(self.problem, sizes, slot), *(None,) * len(made)]
         inputs = [
             check.guard(tensor, f"input {index} {shape}", is_input=True, room=room)
-            for index, (tensor, room) in enumerate(zip(like, rooms, strict=True))
+            for index, (tensor, room) in enumerate(zip(like, rooms, strict=False))
         ]
-        made = () if self.problem.in_place else self.op.make_outputs(self.problem, self._gang.device)
-        outputs = [check.guard(t, f"output {index} {shape}", is_input=False) for index, t in enumerate(made)]
+        outputs = [
+            check.guard(tensor, f"output {index} {shape}", is_input=False, room=room)
+            for index, (tensor, room) in enumerate(zip(made, rooms[len(like) :], strict=False))
+        ]
         self.guarded += [*inputs, *outputs]
         given = tuple(one.tensor for one in inputs)
         return given, given if self.problem.in_place else tuple(one.tensor for one in outputs)

@@ -1,0 +1,142 @@
+"""Time ep_dispatch with ep_combine in the layout `tokens`, in CUDA graphs: both together, and each alone.
+
+    torchrun --nproc-per-node 2 bench/experts.py --tokens 1 16 64 128 1024 4096
+
+For each number of tokens a rank: the defaults of the variants, in buffers and without, and with --configs other grids
+around them. Calls of a graph take turns over two slots, as a program's layers do. Routing is random: --topk of
+--experts. The slowest rank's median counts. Prints a line for each contender, the fastest of each kind last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from ranks import compile_all, finish, row_of, slowest, times_in_turn
+from rows import arguments
+
+from tunedcomm import kernels
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.groups import get_communicator
+from tunedcomm.errors import InfeasibleError
+from tunedcomm.ops.symmetric import symmetric_empty
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
+from tunedcomm.tuner.gang.ranks import join_group
+from tunedcomm.tuner.measure import timing
+
+CALLS, ROUNDS = 10, 15
+KINDS = {
+    "plain": (("tokens_lamport", "tokens_push"), ("tokens_lamport", "tokens_push")),
+    "buffers": (("tokens_lamport", "tokens_direct"), ("tokens_lamport", "tokens_pull", "tokens_push")),
+}
+AXES: dict[str, tuple[Any, ...]] = {
+    "num_blocks": (16, 32, 64, 128, 256), "num_warps": (2, 4, 8, 16), "split": (1, 2, 4, 8), "items": (1, 2, 4),
+    "chunk_tokens": (64, 256, 1024),
+}  # fmt: skip
+
+
+def candidates_of(problem: Problem, communicator: Communicator, name: str, *, more: bool) -> Iterator[Candidate]:
+    """The default of a variant, and with `more` what differs from it in one axis, or in blocks and warps."""
+    variant = get_variant(problem.op, name)
+    default = variant.default(problem, communicator.limits)
+    configs = [default]
+    if more:
+        axes = [axis for axis in variant.space.names if axis in AXES]
+        for one, other in itertools.combinations(axes, 2):
+            for first, second in itertools.product(AXES[one], AXES[other]):
+                config = {**default, one: first, other: second}
+                near = sum(config[axis] != default[axis] for axis in axes)
+                if near == 1 or (near == 2 and {one, other} <= {"num_blocks", "num_warps", "split", "items"}):
+                    configs.append(config)
+    seen = dict.fromkeys(Candidate.of(problem.op, name, config) for config in configs)
+    yield from (each for each in seen if check_candidate(problem, each, communicator.limits) is None)
+
+
+def prepared(communicator: Communicator, problem: Problem) -> tuple[list[Any], list[Any]]:
+    """Inputs and outputs of two turns; symmetric ones where the problem has them."""
+    spec, device = get_op(problem.op), communicator.device
+    made_inputs, made_outputs = [], []
+    for turn in range(2):
+        inputs = spec.make_inputs(problem, communicator.rank, turn, "random", device)
+        outputs = spec.make_outputs(problem, device)
+        if problem.input_kind == "symmetric" and problem.op == "ep_dispatch":
+            outputs = tuple(symmetric_empty(each.shape, dtype=each.dtype, device=device) for each in outputs)
+        elif problem.input_kind == "symmetric":
+            first = symmetric_empty(inputs[0].shape, dtype=inputs[0].dtype, device=device)
+            inputs = (first.copy_(inputs[0]), *inputs[1:])
+        made_inputs.append(inputs)
+        made_outputs.append(outputs)
+    return made_inputs, made_outputs
+
+
+def main() -> None:
+    """Measure."""
+    options = arguments(
+        __doc__, tokens=[1, 16, 64, 128, 1024, 4096], hidden=7168, topk=8, experts=256, configs=False, csv=None
+    )
+    device = join_group()
+    kernels.discover()
+    communicator = get_communicator(None, device)
+    stream = torch.cuda.Stream(device)
+    rows: list[dict[str, Any]] = []
+    for count, kind in itertools.product(options.tokens, KINDS):
+        shape = (count, options.hidden, options.topk, options.experts)
+        calls: dict[str, list[tuple[Candidate, Callable[[int], None]]]] = {}
+        for op, names in zip(("ep_dispatch", "ep_combine"), KINDS[kind], strict=True):
+            problem = Problem(op, shape, "bfloat16", communicator.world_size, reduction="", layout="tokens")
+            problem = replace(problem, input_kind="symmetric" if kind == "buffers" else "plain")
+            inputs, outputs = prepared(communicator, problem)
+            chosen = [
+                candidate
+                for name in names
+                for candidate in candidates_of(problem, communicator, name, more=options.configs)
+            ]
+            compile_all((problem, candidate) for candidate in chosen)
+            calls[op] = []
+            for candidate in chosen:
+                try:
+                    launch = communicator.bind(problem, candidate)
+                except InfeasibleError:
+                    continue
+
+                def call(turn: int, launch: Any = launch, inputs: Any = inputs, outputs: Any = outputs) -> None:
+                    launch(inputs[turn % 2], outputs[turn % 2], stream.cuda_stream)
+
+                calls[op].append((candidate, call))
+
+        def timed(*steps: Callable[[int], None]) -> timing.TimedRun:
+            with torch.cuda.stream(stream):
+                for turn, step in itertools.product(range(2), steps):
+                    step(turn)
+            stream.synchronize()
+
+            def run() -> None:
+                for turn, step in itertools.product(range(CALLS), steps):
+                    step(turn)
+
+            return timing.TimedRun(timing.capture(run, stream).replay, CALLS, eager=False)
+
+        fastest: dict[str, tuple[float, Candidate, Callable[[int], None]]] = {}
+        for op, several in calls.items():
+            latencies = slowest(times_in_turn([timed(call) for _, call in several], ROUNDS, stream))
+            for (candidate, call), latency in zip(several, latencies, strict=True):
+                problem = Problem(op, shape, "bfloat16", communicator.world_size, reduction="", layout="tokens")
+                rows.append(row_of(problem, kind, str(candidate), latency))
+                for key in (op, f"{op} {candidate.variant}"):
+                    if key not in fastest or latency.p50_us < fastest[key][0]:
+                        fastest[key] = latency.p50_us, candidate, call
+        pair = [fastest[op] for op in calls]
+        (latency,) = slowest(times_in_turn([timed(*(call for _, _, call in pair))], ROUNDS, stream))
+        if communicator.rank == 0:
+            for key, (us, candidate, _) in fastest.items():
+                print(f"{count:5} {kind:8} {key:30} {us:9.2f} us {candidate}")
+            print(f"{count:5} {kind:8} {'both':30} {latency.p50_us:9.2f} us", flush=True)
+    communicator.check_peers()
+    finish(communicator, rows, options.csv)
+
+
+if __name__ == "__main__":
+    main()

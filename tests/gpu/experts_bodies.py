@@ -1,0 +1,164 @@
+"""What each rank of a GPU test of ep_dispatch and ep_combine in the layout `tokens` runs, by `run_bodies.py`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bodies import captured, same_bits, stream
+
+import tunedcomm
+from tunedcomm.dispatch.groups import get_communicator
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
+from tunedcomm.tuner.measure.correctness import fill_sentinel
+
+SHAPES = (
+    (1, 7168, 8, 256), (16, 7168, 8, 256), (5, 128, 3, 24), (64, 7168, 8, 256), (128, 4096, 8, 64), (300, 256, 1, 8),
+    (1000, 2048, 8, 128), (4096, 7168, 8, 256),
+)  # fmt: skip
+WAYS = (
+    ("tokens_lamport", "tokens_lamport"), ("tokens_push", "tokens_push"), ("tokens_direct", "tokens_pull"),
+    ("tokens_lamport", "tokens_pull"), ("tokens_direct", "tokens_lamport"),
+)  # fmt: skip
+
+
+def variants_body() -> dict[str, object]:
+    """Every plain variant in a few configs, at all sizes, random and skewed routing, -0.0 too: the reference's bits."""
+    communicator, checked, shuffle = get_communicator(), 0, random.Random(3)
+    ranks = range(communicator.world_size)
+    for number, shape in enumerate(SHAPES):
+        for op, kind in itertools.product(("ep_dispatch", "ep_combine"), ("random", "integers")):
+            dtype = ("bfloat16", "float32", "float16")[number % 3]
+            problem = Problem(op, shape, dtype, communicator.world_size, reduction="", layout="tokens")
+            spec = get_op(op)
+            everyone = [spec.make_inputs(problem, rank, number, kind, "cuda") for rank in ranks]
+            for given in everyone:
+                given[0].view(-1)[:: 7 + number] *= -0.0
+            assert spec.ordered_reference is not None
+            due = spec.ordered_reference(problem, everyone, communicator.rank)
+            for name in ("library", "tokens_lamport", "tokens_push"):
+                variant = get_variant(op, name)
+                configs = [variant.default(problem, communicator.limits)]
+                feasible = [
+                    config
+                    for config in variant.space.enumerate()
+                    if variant.infeasible(problem, config, communicator.limits) is None
+                ]
+                configs += shuffle.sample(feasible, min(3, len(feasible)))
+                for config in configs:
+                    candidate = Candidate.of(op, name, config)
+                    if check_candidate(problem, candidate, communicator.limits) is not None:
+                        continue
+                    try:
+                        launch = communicator.bind(problem, candidate)
+                    except tunedcomm.InfeasibleError:
+                        continue
+                    outputs = spec.make_outputs(problem, "cuda")
+                    for _ in range(3):
+                        fill_sentinel(outputs)
+                        launch(everyone[communicator.rank], outputs, stream())
+                        found = spec.mask_unspecified(problem, (), outputs)[1]
+                        communicator.check_peers()
+                        for got, wanted in zip(found, due, strict=True):
+                            assert same_bits(got, wanted), (str(problem), str(candidate))
+                        checked += 1
+    return {"checked": checked}
+
+
+def round_trip(way: tuple[str, str], sizes: tuple[int, int, int, int], turns: int, seed: int) -> int:
+    """Graphs of dispatch, experts and combine with buffers and without, replayed with new tokens, routes and delays."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tokens, hidden, topk, experts = sizes
+    local, shuffle = experts // world_size, random.Random(seed + rank)
+    in_buffers = "tokens_direct" in way or "tokens_pull" in way
+    buffers = tunedcomm.ep_buffers(tokens, hidden, topk, torch.float32) if in_buffers else None
+    x = torch.zeros(3, tokens, hidden, device="cuda")
+    ids = torch.zeros(3, tokens, topk, device="cuda", dtype=torch.int32)
+    weights = torch.zeros(3, tokens, topk, device="cuda")
+    y, seen = torch.zeros_like(x), torch.zeros(3, world_size * tokens, topk, device="cuda")
+
+    def step(i: int) -> None:
+        sent = tunedcomm.ep_dispatch(
+            x[i], ids[i], num_experts=experts, layout="tokens", topk_weights=weights[i], buffers=buffers
+        )
+        assert sent.weights is not None
+        seen[i].copy_(sent.weights)
+        factors = (sent.weights * (sent.expert_ids + 1 + rank * local) * (sent.expert_ids >= 0)).sum(1, keepdim=True)
+        rows = torch.where(factors > 0, sent.tokens * factors, 0.0)
+        if sent.output is not None:
+            sent.output.fill_(float("nan"))
+            rows = sent.output.copy_(rows)
+        tunedcomm.ep_combine(rows, sent, out=y[i])
+        if buffers is not None:
+            sent.tokens.fill_(float("nan"))
+
+    checked = 0
+    with torch.no_grad(), tunedcomm.force("ep_dispatch", way[0]), tunedcomm.force("ep_combine", way[1]):
+        graph = captured(step, 3)
+        generator = torch.Generator("cuda").manual_seed(seed)
+        for turn in range(turns):
+            drawn = torch.randint(-8, 9, (world_size, *x.shape), generator=generator, device="cuda").float()
+            routes = torch.randint(-1, experts, (world_size, *ids.shape), generator=generator, device="cuda")
+            if turn % 4 == 1:  # all tokens to one rank
+                routes = routes.clamp(min=0) % local + turn // 4 % world_size * local
+            if turn % 4 == 2:  # none of some ranks, none to others
+                routes[turn // 4 % world_size] = -1
+            given = torch.randint(1, 4, (world_size, *weights.shape), generator=generator, device="cuda").float()
+            x.copy_(drawn[rank])
+            ids.copy_(routes[rank])
+            weights.copy_(given[rank])
+            y.fill_(float("nan"))
+            if shuffle.random() < 0.3:
+                torch.cuda._sleep(shuffle.randrange(200_000))
+            if turn % 5 == 4:
+                for i in range(3):
+                    step(i)
+            else:
+                graph.replay()
+            factors = (given[rank] * (routes[rank] + 1) * (routes[rank] >= 0)).sum(-1, keepdim=True)
+            assert torch.equal(y, drawn[rank] * factors), (way, sizes, turn)
+            assert torch.equal(seen, given.transpose(0, 1).reshape(seen.shape)), (way, sizes, turn)
+            checked += 3
+    tunedcomm.get_communicator().check_peers()
+    return checked
+
+
+def public_body() -> dict[str, object]:
+    """Round trips through experts in every way, few and many tokens."""
+    checked = 0
+    for seed, way in enumerate(WAYS):
+        for sizes in ((1, 64, 2, 8), (16, 7168, 8, 64), (128, 512, 8, 32), (700, 512, 4, 16)):
+            if sizes[0] <= 128 or "tokens_lamport" not in way:
+                checked += round_trip(way, sizes, 24, seed)
+    return {"checked": checked}
+
+
+def slots_body() -> dict[str, object]:
+    """Few tokens over and over: stages, slots and flags come round many times, ranks out of step."""
+    checked = sum(round_trip(way, (8, 256, 2, 8), 1200, 10 + seed) for seed, way in enumerate(WAYS))
+    return {"checked": checked}
+
+
+def wrong_body() -> dict[str, object]:
+    """Every rank raises where one names an expert that does not exist, and the group goes on."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x, ids = torch.ones(6, 64, device="cuda"), torch.zeros(6, 1, device="cuda", dtype=torch.int64)
+    buffers = tunedcomm.ep_buffers(6, 64, 1, torch.float32)
+    raised = 0
+    for name in ("library", "tokens_lamport", "tokens_push", "tokens_direct"):
+        given: dict[str, Any] = {"num_experts": 2 * world_size, "layout": "tokens"}
+        given |= {"buffers": buffers} if name == "tokens_direct" else {}
+        with torch.no_grad(), tunedcomm.force("ep_dispatch", name):
+            try:
+                tunedcomm.ep_dispatch(x, ids + 2 * world_size * (rank == 1), **given).check()
+            except tunedcomm.UnsupportedInputError:
+                raised += 1
+            dist.barrier()
+            sent = tunedcomm.ep_dispatch(x, ids, **given)
+            sent.check()
+            assert sent.counts.tolist() == ([6 * world_size, 0] if rank == 0 else [0, 0]), name
+    assert raised == 4, raised
+    return {"raised": raised}

@@ -1,0 +1,733 @@
+"""tokens_lamport, tokens_push, tokens_direct, tokens_pull: the layout `tokens`, whose rows are known beforehand.
+
+Token t of rank r stands in row r · T + t of every rank that has experts of it. So nobody counts, and nothing can
+overflow. A *line*, the token's ids and weights, goes to all ranks: by it a rank knows whether the token comes.
+
+**tokens_lamport**, for few tokens. Block b does the tokens of lane b // SPLIT, and of each the packets of part
+b % SPLIT. It stores a line of its own and its packets into every stage, polls the lines of the same (token, part) of
+all ranks, then the packets that these announce. Bits of tokens are kept by escapes (`packets`). Every block polls a
+line of every peer, which keeps the stages in turn; in ep_combine, where a rank may have nothing for a token, a word
+does.
+
+**tokens_push**, for many tokens. Pieces of `chunk_tokens` go round a ring in the peers' gather areas, ordered by flags,
+and are copied while later ones travel: ep_dispatch copies a token of piece c − 2 after it has sent one of piece c,
+ep_combine sums piece c − 1 behind piece c. The proofs of `push` hold: the flags and rings are the same.
+
+**tokens_direct** and **tokens_pull**, of buffers that peers address (`input_kind` symmetric). ep_dispatch writes lines
+and rows straight into the peers' outputs, once their blocks have said that what used the outputs before has ended.
+ep_combine reads the peers' rows once their blocks have said that these are complete, and ends when no peer reads its
+own rows any more.
+
+A thread loads `items` packets before it stores them, since stores between loads would keep the next load back.
+
+**ep_combine.** Each rank sends one row for a token, the sum of its experts. The token's rank adds the ranks' rows in
+order, from +0.0 in fp32, and rounds once; a rank without experts of the token adds nothing.
+
+Example:
+    2 ranks, 1 token of 8 bf16 elements (1 packet), 2 experts. Rank 0's token goes to expert 1: rank 0 stores the line
+    and the packet at rank 1, which stores the id 0 and the packet in row 0. Rank 1's token goes to no expert: rank 1
+    stores its line at rank 0, which stores the id −1 for row 1 and waits for nothing more.
+
+Numerics: ordered. Graph-safe: call counters live in the lane. Source: own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import next_power_of_2
+
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.lamport import end_call
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    STATE_OFFSET,
+    address_of,
+    arrive,
+    await_peers,
+    exchange_flags,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.launch import bind_kernel
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    escape,
+    escape_sentinel,
+    escape_sentinels,
+    has_escape,
+    restore,
+    sentinel_mask_of,
+    sum_packets,
+)
+from tunedcomm.kernels.common.sync import SENTINEL, load_packets, poll_from, poll_words, store_packets, store_word
+from tunedcomm.kernels.common.variant import Workspace, lane_arguments
+from tunedcomm.kernels.moe.lamport import peek_packets
+from tunedcomm.kernels.moe.op import BY_TOKEN, Overflow, sizes_of
+from tunedcomm.kernels.moe.push import (
+    GRID,
+    RING,
+    GridVariant,
+    block_barrier,
+    load_words,
+    send_words,
+    store_words,
+)
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import MAX_WORLD_SIZE
+
+
+@triton.jit
+def read_line(ids, id_words, weights, token, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
+    """The line of an own token: next_power_of_2(TOPK) ids, as many weights (0 where `weights` is), none a sentinel.
+
+    An id that is no expert, and not −1 either, is −2.
+    """
+    KP: tl.constexpr = next_power_of_2(TOPK)
+    at = tl.arange(0, 2 * KP)
+    k = at % KP
+    expert = load_words(ids, (token * TOPK + k) * id_words, (at < KP) & (k < TOPK), -1)
+    expert = tl.where((expert < -1) | (expert >= EXPERTS), -2, expert)
+    weight = load_words(weights, token * TOPK + k, (at >= KP) & (k < TOPK) & (weights != 0), 0)
+    return tl.where(at < KP, expert, escape_sentinel(weight))
+
+
+@triton.jit
+def owners_of(line, TOPK: tl.constexpr, LOCAL: tl.constexpr):
+    """The ranks of a line's experts, −1 elsewhere."""
+    KP: tl.constexpr = next_power_of_2(TOPK)
+    at = tl.arange(0, 2 * KP)
+    return tl.where((at < KP) & (line >= 0), tl.maximum(line, 0) // LOCAL, -1)
+
+
+@triton.jit
+def goes_to(owners, r):
+    """True if one of the owners is rank r."""
+    return tl.max((owners == r).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def write_line(ids_out, weights_out, row, line, rank, wanted, TOPK: tl.constexpr, LOCAL: tl.constexpr):
+    """Write a line to the outputs, ids numbered from this rank's first expert; return how many are no expert."""
+    KP: tl.constexpr = next_power_of_2(TOPK)
+    at = tl.arange(0, 2 * KP)
+    k = at % KP
+    here = owners_of(line, TOPK, LOCAL) == rank
+    mine = tl.where(here, line - rank.to(tl.int32) * LOCAL, -1)
+    store_words(ids_out, row * TOPK + k, mine, (at < KP) & (k < TOPK) & wanted)
+    store_words(weights_out, row * TOPK + k, line, (at >= KP) & (k < TOPK) & (weights_out != 0) & wanted)
+    return tl.sum(((at < KP) & (line == -2)).to(tl.int32), axis=0)
+
+
+@triton.jit
+def tell_wrong(cell, wrong):
+    """Write the code of `Overflow` if ids were no experts."""
+    if wrong > 0:
+        tl.store(cell.to(tl.pointer_type(tl.int64)), -wrong.to(tl.int64))
+
+
+@triton.jit
+def load_items(source, start, end, wanted, BLOCK: tl.constexpr, ITEMS: tl.constexpr):
+    """ITEMS packets a thread of the row at `source`, 4 words each; all loads before the first store."""
+    words = ()
+    for item in tl.static_range(ITEMS):
+        packet = start + item * BLOCK + tl.arange(0, BLOCK)
+        words = words + load_packets(source + packet * 16, (packet < end) & wanted)
+    return words
+
+
+@triton.jit
+def store_items(target, start, end, words, wanted, BLOCK: tl.constexpr, ITEMS: tl.constexpr):
+    """Store what `load_items` returned to the row at `target`."""
+    for item in tl.static_range(ITEMS):
+        packet = start + item * BLOCK + tl.arange(0, BLOCK)
+        here = (packet < end) & wanted
+        store_packets(
+            target + packet * 16, words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3], here
+        )
+
+
+@triton.jit
+def poll_late(address, seen, item: tl.constexpr, wanted, r, timeout_ns, status):
+    """The packets that `peek_packets` saw, those polled for that had not come; the sentinel is put back."""
+    w0, w1, w2, w3 = seen[4 * item], seen[4 * item + 1], seen[4 * item + 2], seen[4 * item + 3]
+    late = wanted & ((w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL))
+    sender = tl.zeros(address.shape, tl.int32) + r.to(tl.int32)
+    p0, p1, p2, p3 = poll_from(address, late, sender, timeout_ns, status)
+    empty = tl.full(address.shape, SENTINEL, tl.int32)
+    store_packets(address, empty, empty, empty, empty, wanted)
+    return tl.where(late, p0, w0), tl.where(late, p1, w1), tl.where(late, p2, w2), tl.where(late, p3, w3)
+
+
+@triton.jit
+def dispatch_tokens_lamport_kernel(
+    x, ids, weights, out, ids_out, weights_out, id_words, tokens, row_packets,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes, cell,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Push lines and packets, poll the peers' lines, then the packets that they announce.
+
+    The stage: lines by (source rank, part, token), then rows, then masks of packets, both by (source rank, token).
+    """
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    LINE: tl.constexpr = 2 * next_power_of_2(TOPK)
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    calls = read_counter(local, STATE_OFFSET)
+    stage = arena + (calls & 1) * stage_bytes
+    slot = SPLIT * tokens * (LINE * 4)
+    data = (stage + WORLD_SIZE * slot + 15) // 16 * 16
+    row_bytes = row_packets * 16
+    masks = data + WORLD_SIZE * tokens * row_bytes
+    at = tl.arange(0, LINE)
+    sent = at % (LINE // 2) < TOPK
+    wrong = tl.sum(at, axis=0) * 0
+
+    for token in tl.range(lane, tokens, lanes):
+        line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
+        place = stage + rank * slot + ((part * tokens + token) * LINE + at) * 4
+        for i in tl.static_range(WORLD_SIZE - 1):
+            send_words(peers[i] + place, line, sent)
+        owners = owners_of(line, TOPK, LOCAL)
+        row = rank * tokens + token
+        for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+            words = load_items(x + token * row_bytes, start, row_packets, True, BLOCK, ITEMS)
+            for item in tl.static_range(ITEMS):
+                packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                here = packet < row_packets
+                w0, w1, w2, w3 = words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3]
+                sentinels = sentinel_mask_of(w0, w1, w2, w3)
+                w0, w1, w2, w3 = escape(w0), escape(w1), escape(w2), escape(w3)
+                escaped = here & has_escape(w0, w1, w2, w3)
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    goes = goes_to(owners, (rank + 1 + i) % WORLD_SIZE)
+                    target = peers[i] + data + row * row_bytes + packet * 16
+                    store_packets(target, w0, w1, w2, w3, here & goes, REMOTE=True)
+                    store_word(peers[i] + masks + (row * row_packets + packet) * 4, sentinels, escaped & goes)
+            store_items(out + row * row_bytes, start, row_packets, words, goes_to(owners, rank), BLOCK, ITEMS)
+        wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
+
+    bits = tl.where(sent, (1 << WORLD_SIZE) - 1 - (1 << rank), 0).to(tl.int32)
+    for token in tl.range(lane, tokens, lanes):
+        place = stage + ((part * tokens + token) * LINE + at) * 4
+        lines = poll_words(local + place, slot, bits, timeout_ns, status, WORLD_SIZE)
+        block_barrier()  # all warps have polled
+        for s in tl.range(1, WORLD_SIZE):
+            r = (rank + s) % WORLD_SIZE
+            line = lines[0]
+            for i in tl.static_range(1, WORLD_SIZE):
+                line = tl.where(r == i, lines[i], line)
+            store_words(local + r * slot, place // 4, tl.full((LINE,), SENTINEL, tl.int32), sent)
+            row = r * tokens + token
+            wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
+            wanted = goes_to(owners_of(line, TOPK, LOCAL), rank)
+            come, beside = local + data + row * row_bytes, local + masks + token * row_packets * 4
+            for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+                seen = ()
+                for item in tl.static_range(ITEMS):
+                    packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                    seen = seen + peek_packets(come + packet * 16, (packet < row_packets) & wanted)
+                for item in tl.static_range(ITEMS):
+                    packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                    here = (packet < row_packets) & wanted
+                    w0, w1, w2, w3 = poll_late(come + packet * 16, seen, item, here, r, timeout_ns, status)
+                    escaped = (here & has_escape(w0, w1, w2, w3)).to(tl.int32)
+                    mask_slot = tokens * row_packets * 4
+                    found = poll_words(
+                        beside + packet * 4, mask_slot, escaped << r.to(tl.int32), timeout_ns, status, WORLD_SIZE
+                    )  # fmt: skip
+                    said = found[0]
+                    for i in tl.static_range(1, WORLD_SIZE):  # 0 but for the sender's
+                        said = said | found[i]
+                    empty = tl.full((BLOCK,), SENTINEL, tl.int32)
+                    store_word(beside + r * mask_slot + packet * 4, empty, escaped != 0)
+                    store_packets(
+                        out + row * row_bytes + packet * 16,
+                        restore(w0, said, 0), restore(w1, said, 1), restore(w2, said, 2), restore(w3, said, 3), here,
+                    )  # fmt: skip
+    tell_wrong(cell, wrong)
+    end_call(local, calls)
+
+
+@triton.jit
+def dispatch_tokens_push_kernel(
+    x, ids, weights, out, ids_out, weights_out, id_words, tokens, row_packets,
+    local, peers, rank, timeout_ns, status, gather, num_chunks, cell,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """In round c: push piece c, copy piece c − 2.
+
+    The gather area has a ring for each source rank; an entry is a token's line and row. Blocks of one lane write the
+    same line.
+    """
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    LINE: tl.constexpr = 2 * next_power_of_2(TOPK)
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    span = (tokens + num_chunks - 1) // num_chunks
+    ring = tl.minimum(num_chunks, RING)
+    row_bytes = row_packets * 16
+    line_bytes: tl.constexpr = (LINE * 4 + 15) // 16 * 16
+    entry = line_bytes + row_bytes
+    slot = ring * span * entry
+    at = tl.arange(0, LINE)
+    sent = at % (LINE // 2) < TOPK
+    wrong = tl.sum(at, axis=0) * 0
+    epoch = read_counter(local, EPOCH_OFFSET)
+
+    # Says that this rank reads its gather area no more.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    for c in tl.range(0, num_chunks + 2):
+        d = c - 2
+        if d >= 0:
+            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
+        lap, behind = (c - c % ring) * span, (d - d % ring) * span
+        for i in tl.range(lane, span, lanes):  # a token of each piece in turn, so that stores travel in the meantime
+            token, placed = c * span + i, d * span + i
+            if (c < num_chunks) & (token < tokens):
+                line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
+                place = gather + rank * slot + (token - lap) * entry
+                for p in tl.static_range(WORLD_SIZE - 1):
+                    send_words(peers[p] + place + at * 4, line, sent)
+                owners = owners_of(line, TOPK, LOCAL)
+                row = rank * tokens + token
+                wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
+                for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+                    words = load_items(x + token * row_bytes, start, row_packets, True, BLOCK, ITEMS)
+                    for p in tl.static_range(WORLD_SIZE - 1):
+                        goes = goes_to(owners, (rank + 1 + p) % WORLD_SIZE)
+                        store_items(peers[p] + place + line_bytes, start, row_packets, words, goes, BLOCK, ITEMS)
+                    store_items(out + row * row_bytes, start, row_packets, words, goes_to(owners, rank), BLOCK, ITEMS)
+            if (d >= 0) & (placed < tokens):
+                for s in tl.range(1, WORLD_SIZE):
+                    r = (rank + s) % WORLD_SIZE
+                    come = local + gather + r * slot + (placed - behind) * entry
+                    line = load_words(come, at, sent, -1)
+                    row = r * tokens + placed
+                    wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
+                    wanted = goes_to(owners_of(line, TOPK, LOCAL), rank)
+                    for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+                        words = load_items(come + line_bytes, start, row_packets, wanted, BLOCK, ITEMS)
+                        store_items(out + row * row_bytes, start, row_packets, words, wanted, BLOCK, ITEMS)
+        if c < num_chunks:
+            arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
+    tell_wrong(cell, wrong)
+    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+
+
+@triton.jit
+def dispatch_tokens_direct_kernel(
+    x, ids, weights, out, ids_out, weights_out, id_words, out_peers, ids_peers, weights_peers, tokens, row_packets,
+    local, peers, rank, timeout_ns, status, gather, cell,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Write lines and rows into the outputs of all ranks.
+
+    Flag 1 of a block: what this rank's stream did before has ended. Flag 2: the block has sent all it has to. The
+    gather area holds a word of every (source rank, block): how many ids of its tokens are no expert.
+    """
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    row_bytes = row_packets * 16
+    one = tl.arange(0, 1)
+    wrong = one * 0
+    epoch = read_counter(local, EPOCH_OFFSET)
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    for token in tl.range(lane, tokens, lanes):
+        line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
+        owners = owners_of(line, TOPK, LOCAL)
+        row = rank * tokens + token
+        for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+            words = load_items(x + token * row_bytes, start, row_packets, True, BLOCK, ITEMS)
+            for i in tl.static_range(WORLD_SIZE - 1):
+                goes = goes_to(owners, (rank + 1 + i) % WORLD_SIZE)
+                store_items(out_peers[i] + row * row_bytes, start, row_packets, words, goes, BLOCK, ITEMS)
+            store_items(out + row * row_bytes, start, row_packets, words, goes_to(owners, rank), BLOCK, ITEMS)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            peer = (rank + 1 + i) % WORLD_SIZE
+            write_line(ids_peers[i], weights_peers[i], row, line, peer, part == 0, TOPK, LOCAL)
+        wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
+    for i in tl.static_range(WORLD_SIZE - 1):
+        send_words(peers[i] + gather + (rank * blocks + block) * 4 + one, wrong, one == 0)
+    exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+    for i in tl.static_range(WORLD_SIZE - 1):
+        peer = (rank + 1 + i) % WORLD_SIZE
+        wrong += load_words(local + gather, peer * blocks + block + one, one == 0, 0)
+    tell_wrong(cell, tl.sum(wrong, axis=0))
+    write_counter(local, epoch + 2, EPOCH_OFFSET)
+
+
+@triton.jit
+def held_here(held, row, TOPK: tl.constexpr):
+    """True if this rank has experts of the token in `row`."""
+    k = tl.arange(0, next_power_of_2(TOPK))
+    return tl.max(load_words(held, row * TOPK + k, k < TOPK, -1), axis=0) >= 0
+
+
+@triton.jit
+def ranks_of(ids, id_words, token, TOPK: tl.constexpr, LOCAL: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """For each rank, whether it has experts of an own token."""
+    k = tl.arange(0, next_power_of_2(TOPK))
+    expert = load_words(ids, (token * TOPK + k) * id_words, k < TOPK, -1)
+    owner = tl.where(expert >= 0, tl.maximum(expert, 0) // LOCAL, -1)
+    there = ()
+    for r in tl.static_range(WORLD_SIZE):
+        there = there + (goes_to(owner, r),)  # type: ignore[assignment]
+    return there
+
+
+@triton.jit
+def store_sums(
+    y, token, words, start, row_packets, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the ordered sums of ITEMS packets a thread; `words` has those of every rank in order."""
+    for item in tl.static_range(ITEMS):
+        parts = ()
+        for r in tl.static_range(WORLD_SIZE):
+            for w in tl.static_range(4):
+                parts = parts + (words[4 * (r * ITEMS + item) + w],)  # type: ignore[assignment]
+        packet = start + item * BLOCK + tl.arange(0, BLOCK)
+        s0, s1, s2, s3 = sum_packets(parts, DTYPE, False, WORLD_SIZE)
+        store_packets(y + (token * row_packets + packet) * 16, s0, s1, s2, s3, packet < row_packets)
+
+
+@triton.jit
+def combine_tokens_lamport_kernel(
+    results, held, ids, y, id_words, tokens, row_packets,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Push the rows for the peers' tokens, then sum those of the own ones as they come.
+
+    The stage: a word of every (source rank, block), then rows by (source rank, token).
+    """
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    row_bytes = row_packets * 16
+    calls = read_counter(local, STATE_OFFSET)
+    stage = arena + (calls & 1) * stage_bytes
+    data = stage + WORLD_SIZE * blocks * 16
+    one = tl.arange(0, 1)
+    for i in tl.static_range(WORLD_SIZE - 1):
+        send_words(peers[i] + stage + (rank * blocks + block) * 16 + one, one + 1, one == 0)
+    for token in tl.range(lane, tokens, lanes):
+        for i in tl.static_range(WORLD_SIZE - 1):
+            row = (rank + 1 + i) % WORLD_SIZE * tokens + token
+            goes = held_here(held, row, TOPK)
+            target = peers[i] + data + (rank * tokens + token) * row_bytes
+            for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+                words = load_items(results + row * row_bytes, start, row_packets, goes, BLOCK, ITEMS)
+                for item in tl.static_range(ITEMS):
+                    packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                    w0, w1, w2, w3 = words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3]
+                    w0, w1, w2, w3 = escape_sentinels(w0, w1, w2, w3)
+                    store_packets(target + packet * 16, w0, w1, w2, w3, (packet < row_packets) & goes, REMOTE=True)
+
+    for token in tl.range(lane, tokens, lanes):
+        there = ranks_of(ids, id_words, token, TOPK, LOCAL, WORLD_SIZE)
+        own = results + (rank * tokens + token) * row_bytes
+        for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+            seen = ()
+            for r in tl.static_range(WORLD_SIZE):
+                come = tl.where(rank == r, own, local + data + (r * tokens + token) * row_bytes)
+                for item in tl.static_range(ITEMS):
+                    packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                    seen = seen + peek_packets(come + packet * 16, (packet < row_packets) & there[r])
+            words = ()
+            for r in tl.static_range(WORLD_SIZE):
+                come = local + data + (r * tokens + token) * row_bytes
+                for item in tl.static_range(ITEMS):
+                    packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                    wanted = (packet < row_packets) & there[r] & (rank != r)
+                    words = words + poll_late(
+                        come + packet * 16, seen, r * ITEMS + item, wanted, rank * 0 + r, timeout_ns, status
+                    )  # fmt: skip
+            store_sums(y, token, words, start, row_packets, DTYPE, BLOCK, ITEMS, WORLD_SIZE)
+
+    others = ((1 << WORLD_SIZE) - 1 - (1 << rank)) + one * 0
+    hello = local + stage + block * 16 + one
+    poll_words(hello, blocks * 16, others.to(tl.int32), timeout_ns, status, WORLD_SIZE)
+    block_barrier()
+    for r in tl.static_range(WORLD_SIZE):
+        send_words(hello + r * blocks * 16, one * 0 + SENTINEL, (one == 0) & (rank != r))
+    end_call(local, calls)
+
+
+@triton.jit
+def combine_tokens_push_kernel(
+    results, held, ids, y, id_words, tokens, row_packets,
+    local, peers, rank, timeout_ns, status, gather, num_chunks,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """In round c: push the rows for piece c of every rank's tokens, sum piece c − 1 of the own ones."""
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    span = (tokens + num_chunks - 1) // num_chunks
+    ring = tl.minimum(num_chunks, RING)
+    row_bytes = row_packets * 16
+    slot = ring * span * row_bytes
+    epoch = read_counter(local, EPOCH_OFFSET)
+    # Says that this rank reads its gather area no more.
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    for c in tl.range(0, num_chunks + 1):
+        d = c - 1
+        lap, behind = (c - c % ring) * span, (d - d % ring) * span
+        if c < num_chunks:
+            for token in tl.range(c * span + lane, tl.minimum(tokens, (c + 1) * span), lanes):
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    row = (rank + 1 + i) % WORLD_SIZE * tokens + token
+                    goes = held_here(held, row, TOPK)
+                    target = peers[i] + gather + rank * slot + (token - lap) * row_bytes
+                    for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+                        words = load_items(results + row * row_bytes, start, row_packets, goes, BLOCK, ITEMS)
+                        store_items(target, start, row_packets, words, goes, BLOCK, ITEMS)
+            arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
+        if d >= 0:
+            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
+            for summed in tl.range(d * span + lane, tl.minimum(tokens, (d + 1) * span), lanes):
+                there = ranks_of(ids, id_words, summed, TOPK, LOCAL, WORLD_SIZE)
+                own = results + (rank * tokens + summed) * row_bytes
+                come = local + gather + (summed - behind) * row_bytes
+                for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+                    words = ()
+                    for r in tl.static_range(WORLD_SIZE):
+                        source = tl.where(rank == r, own, come + r * slot)
+                        words = words + load_items(source, start, row_packets, there[r], BLOCK, ITEMS)
+                    store_sums(y, summed, words, start, row_packets, DTYPE, BLOCK, ITEMS, WORLD_SIZE)
+    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+
+
+@triton.jit
+def combine_tokens_pull_kernel(
+    results, held, ids, y, id_words, input_peers, tokens, row_packets,
+    local, peers, rank, timeout_ns, status,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Sum the rows for the own tokens where they are.
+
+    Flag 1 of a block: this rank's rows are complete. Flag 2: the block reads its peers' rows no more.
+    """
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    epoch = read_counter(local, EPOCH_OFFSET)
+    exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    for token in tl.range(lane, tokens, lanes):
+        there = ranks_of(ids, id_words, token, TOPK, LOCAL, WORLD_SIZE)
+        row = (rank * tokens + token) * (row_packets * 16)
+        for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+            words = ()
+            for r in tl.static_range(WORLD_SIZE):
+                source = address_of(input_peers, results, r, rank, WORLD_SIZE) + row
+                words = words + load_items(source, start, row_packets, there[r], BLOCK, ITEMS)
+            store_sums(y, token, words, start, row_packets, DTYPE, BLOCK, ITEMS, WORLD_SIZE)
+    exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+    write_counter(local, epoch + 2, EPOCH_OFFSET)
+
+
+_FEW = 128  # tokens; up to here packets without flags are tried first
+
+
+def are_few(problem: Problem, limits: Limits) -> bool:
+    """True if tokens, with masks, may well go through a stage without flags."""
+    tokens_bytes = problem.world_size * problem.shape[0] * sizes_of(problem).row_bytes
+    return problem.shape[0] <= _FEW and 2 * tokens_bytes <= limits.stage_bytes
+
+
+_NOWHERE = (0,) * (MAX_WORLD_SIZE - 1)  # peers' addresses of what is not there
+
+
+class _ByToken(GridVariant):
+    """A variant of the layout `tokens`; its kernel has the constant ITEMS.
+
+    Attributes:
+        in_buffers: peers address the outputs of ep_dispatch, or the rows that ep_combine is given.
+    """
+
+    by_token = True
+    in_buffers = False
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        if self.in_buffers and problem.input_kind == "plain":
+            return "it takes memory that peers address (ep_buffers)"
+        return super().refuse(problem, limits)
+
+    def is_usual(self, problem: Problem, limits: Limits) -> bool:
+        """True if the variant is the one to run until something is measured."""
+        wanted = problem.input_kind == "symmetric"
+        return self.in_buffers == wanted and not are_few(problem, limits)
+
+    def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
+        if limits.backend != "cuda" or problem.layout != BY_TOKEN or not self.is_usual(problem, limits):
+            return False
+        return self.infeasible(problem, self.default(problem, limits), limits) is None
+
+    def line_bytes(self, problem: Problem) -> int:
+        """Bytes of a token's ids and weights as they travel."""
+        return 8 * int(next_power_of_2(problem.shape[2]))
+
+    def packets_held(self, problem: Problem, config: Config) -> int:
+        """Packets that a thread holds at once."""
+        return int(config["items"])
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if limits.backend == "cuda" and self.packets_held(problem, config) > 8:
+            return f"{config['items']} packets of {problem.world_size} ranks do not fit into a thread's registers"
+        return super().refuse_config(problem, config, limits)
+
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        tokens, packets = max(problem.shape[0], 1), self.packets(problem)
+        split = max(min(128 // tokens, packets // 64, 8), 1)
+        warps = min(max(next_power_of_2(packets // split) // 64, 1), 8)
+        items = max(packets / (split * 32 * warps), 1)
+        grid = {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "items": min(items, 4)}
+        return {**grid, "chunk_tokens": 256}
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "ITEMS": config["items"]}
+
+
+class _Lamport(_ByToken):
+    name = "tokens_lamport"
+    space = Space({**GRID, "items": Choice(1, 2, 4)})
+    trailing_arguments = ("arena", "stage_bytes")
+    room = "stage_bytes"
+
+    def is_usual(self, problem: Problem, limits: Limits) -> bool:
+        return are_few(problem, limits)
+
+
+class _Push(_ByToken):
+    name = "tokens_push"
+    space = Space({**GRID, "chunk_tokens": PowerOfTwo(1, 1024), "items": Choice(1, 2, 4)})
+
+
+class _InBuffers(_ByToken):
+    """Everything in one piece, past the workspace."""
+
+    space = Space({**GRID, "items": Choice(1, 2, 4)})
+    in_buffers = True
+
+    def token_bytes(self, problem: Problem) -> int:
+        return 0
+
+
+class _Dispatch(_ByToken):
+    op = "ep_dispatch"
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "EXPERTS": sizes_of(problem).experts}
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        s, overflow = sizes_of(problem), Overflow.of(workspace.group, workspace.device)
+        kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
+        sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
+        extra = (*self.arguments(problem, config, workspace), overflow.cell.data_ptr())
+        given = (None,) * (10 if self.in_buffers else 7)
+        launch = kernel.fix((*given, *sizes, *lane_arguments(problem, workspace), *extra))
+        on_host, peers_of = workspace.device.type == "cpu", workspace.peers_of
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            overflow.check(workspace)
+            x, ids, *weights = inputs
+            at_weights = weights[0].data_ptr() if weights else 0
+            addresses = [output.data_ptr() if output.numel() else 0 for output in outputs]
+            peers = [peers_of(each) if each.numel() else _NOWHERE for each in outputs] if self.in_buffers else ()
+            launch(stream, x.data_ptr(), ids.data_ptr(), at_weights, *addresses, ids.element_size() // 4, *peers)
+            if on_host:  # the interpreter has run the kernel to its end
+                overflow.check(workspace)
+
+        return run
+
+
+class _Combine(_ByToken):
+    op = "ep_combine"
+
+    def packets_held(self, problem: Problem, config: Config) -> int:
+        return problem.world_size * int(config["items"])
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        mine: dict[str, Value] = {"LOCAL": sizes_of(problem).local, "DTYPE": problem.dtype}
+        return {**super().constants(problem, config), **mine}
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        s, overflow = sizes_of(problem), Overflow.of(workspace.group, workspace.device)
+        kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
+        sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
+        extra, peers_of = self.arguments(problem, config, workspace), workspace.peers_of
+        given = (None,) * (6 if self.in_buffers else 5)
+        launch = kernel.fix((*given, *sizes, *lane_arguments(problem, workspace), *extra))
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            overflow.check(workspace)
+            addresses = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
+            peers = (peers_of(inputs[0]),) if self.in_buffers else ()
+            launch(stream, *addresses, inputs[2].element_size() // 4, *peers)
+
+        return run
+
+
+class DispatchTokensLamport(_Lamport, _Dispatch, registered=True):
+    summary = "layout tokens, without flags: lines and tokens announce themselves; best for few tokens"
+    kernels = (dispatch_tokens_lamport_kernel,)
+
+    def token_bytes(self, problem: Problem) -> int:
+        return problem.world_size * self.packets(problem) * (PACKET_BYTES + 4)  # with masks
+
+    def further_bytes(self, problem: Problem, config: Config) -> int:
+        lines = int(config["split"]) * problem.shape[0] * self.line_bytes(problem)
+        return problem.world_size * lines + PACKET_BYTES
+
+
+class DispatchTokensPush(_Push, _Dispatch, registered=True):
+    summary = "layout tokens, in pieces through the peers' memory ordered by flags; for many tokens"
+    kernels = (dispatch_tokens_push_kernel,)
+
+    def token_bytes(self, problem: Problem) -> int:
+        return problem.world_size * (max(self.line_bytes(problem), PACKET_BYTES) + sizes_of(problem).row_bytes)
+
+
+class CombineTokensLamport(_Lamport, _Combine, registered=True):
+    summary = "layout tokens, without flags: results announce themselves; best for few tokens"
+    kernels = (combine_tokens_lamport_kernel,)
+
+    def token_bytes(self, problem: Problem) -> int:
+        return problem.world_size * sizes_of(problem).row_bytes
+
+    def further_bytes(self, problem: Problem, config: Config) -> int:
+        return problem.world_size * int(config["num_blocks"]) * PACKET_BYTES  # of the words of blocks
+
+
+class CombineTokensPush(_Push, _Combine, registered=True):
+    summary = "layout tokens, results in pieces through the peers' memory ordered by flags; for many tokens"
+    kernels = (combine_tokens_push_kernel,)
+
+    def token_bytes(self, problem: Problem) -> int:
+        return problem.world_size * sizes_of(problem).row_bytes
+
+
+class DispatchTokensDirect(_InBuffers, _Dispatch, registered=True):
+    name = "tokens_direct"
+    summary = "layout tokens, written straight into the peers' buffers; for many tokens"
+    kernels = (dispatch_tokens_direct_kernel,)
+    trailing_arguments: tuple[str, ...] = ("gather",)
+
+    def further_bytes(self, problem: Problem, config: Config) -> int:
+        return 4 * problem.world_size * int(config["num_blocks"])
+
+
+class CombineTokensPull(_InBuffers, _Combine, registered=True):
+    name = "tokens_pull"
+    summary = "layout tokens, results read where the peers' experts wrote them; for many tokens"
+    kernels = (combine_tokens_pull_kernel,)
+    trailing_arguments: tuple[str, ...] = ()
