@@ -239,6 +239,13 @@ def forget_last(group: dist.ProcessGroup) -> None:
             last.pop(group, None)
 
 
+class LastCalls(dict[Group, Callable[..., Result | None]], Generic[Result]):
+    """Process group to its last fast call; for a group that has none a function that, like one, serves no call."""
+
+    def __missing__(self, group: Group) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
 class CallPath(Generic[Result]):
     """The path of one op's calls.
 
@@ -251,7 +258,7 @@ class CallPath(Generic[Result]):
     def __init__(self, adapter: OpAdapter) -> None:
         self.adapter = adapter
         self._names = adapter.inputs if len(adapter.inputs) > 1 else ("",)  # in errors
-        self._lasts: dict[NumericsPolicy | None, dict[Group, Callable[..., Result | None]]] = {}
+        self._lasts: dict[NumericsPolicy | None, LastCalls[Result]] = {}
         self.switch()
         self._communicators: dict[tuple[Group, torch.device], Communicator] = {}
         paths[adapter.operator] = self
@@ -260,7 +267,7 @@ class CallPath(Generic[Result]):
 
     def switch(self) -> None:
         """Let `last` belong to the policy in force."""
-        self.last = self._lasts.setdefault(policies[-1] if policies else None, {})
+        self.last = self._lasts.setdefault(policies[-1] if policies else None, LastCalls())
 
     def _forget(self) -> None:
         for last in self._lasts.values():
@@ -420,8 +427,7 @@ class CallPath(Generic[Result]):
         max_sms: int | None,
     ) -> Result:
         """`serve`, but by the group's last fast call if that takes the call."""
-        fast = self.last.get(group)
-        result = None if fast is None else fast(*tensors, *options, numerics, max_sms)
+        result = self.last[group](*tensors, *options, numerics, max_sms)
         return self.serve(tensors, options, group, numerics, max_sms) if result is None else result
 
     def run_problem(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> None:

@@ -127,11 +127,9 @@ def all_reduce(
     """
     try:
         if not (async_op or is_dynamo_compiling()):
-            fast = _all_reduce.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(x, out, op, numerics, max_sms)
-                if result is not None:
-                    return result
+            fast = _all_reduce.last[world._default_pg if group is None else group]
+            if (result := fast(x, out, op, numerics, max_sms)) is not None:
+                return result
         refuse_async("all_reduce", async_op)
         return _all_reduce.call((x, out), (reduction_name(op),), group, numerics, max_sms)
     except BaseException as error:
@@ -255,11 +253,9 @@ def all_gather(
     """
     try:
         if not (async_op or is_dynamo_compiling()):
-            fast = _all_gather.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(x, out, dim, "default", max_sms)
-                if result is not None:
-                    return result
+            fast = _all_gather.last[world._default_pg if group is None else group]
+            if (result := fast(x, out, dim, "default", max_sms)) is not None:
+                return result
         refuse_async("all_gather", async_op)
         return _all_gather.call((x, out), (dim,), group, "default", max_sms)
     except BaseException as error:
@@ -346,11 +342,9 @@ def broadcast(
     try:
         root = _root_of(src, group) if group_src is None else group_src
         if not (async_op or is_dynamo_compiling()):
-            fast = _broadcast.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(x, out, root, "default", max_sms)
-                if result is not None:
-                    return result
+            fast = _broadcast.last[world._default_pg if group is None else group]
+            if (result := fast(x, out, root, "default", max_sms)) is not None:
+                return result
         refuse_async("broadcast", async_op)
         return _broadcast.call((x, out), (root,), group, "default", max_sms)
     except BaseException as error:
@@ -461,11 +455,9 @@ def reduce_scatter(
     """
     try:
         if not (async_op or is_dynamo_compiling()):
-            fast = _reduce_scatter.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(x, out, op, dim, numerics, max_sms)
-                if result is not None:
-                    return result
+            fast = _reduce_scatter.last[world._default_pg if group is None else group]
+            if (result := fast(x, out, op, dim, numerics, max_sms)) is not None:
+                return result
         refuse_async("reduce_scatter", async_op)
         return _reduce_scatter.call((x, out), (reduction_name(op), dim), group, numerics, max_sms)
     except BaseException as error:
@@ -537,11 +529,9 @@ def all_to_all(
     """
     try:
         if not (async_op or is_dynamo_compiling()):
-            fast = _all_to_all.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(x, out, "default", max_sms)
-                if result is not None:
-                    return result
+            fast = _all_to_all.last[world._default_pg if group is None else group]
+            if (result := fast(x, out, "default", max_sms)) is not None:
+                return result
         refuse_async("all_to_all", async_op)
         return _all_to_all.call((x, out), (), group, "default", max_sms)
     except BaseException as error:
@@ -779,11 +769,9 @@ def all_reduce_bias(
     """
     try:
         if not is_dynamo_compiling():
-            fast = _all_reduce_bias.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(x, bias, out, numerics, max_sms)
-                if result is not None:
-                    return result
+            fast = _all_reduce_bias.last[world._default_pg if group is None else group]
+            if (result := fast(x, bias, out, numerics, max_sms)) is not None:
+                return result
         return _all_reduce_bias.call((x, bias, out), (), group, numerics, max_sms)
     except BaseException as error:
         _all_reduce_bias.left(error, x, group)

@@ -264,11 +264,9 @@ def ag_gemm_gathered(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product and the gathered a; tensors are a, b, the scales and the outputs."""
     if not is_dynamo_compiling():
-        fast = _gathered.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            results = fast(*tensors, out_dtype, numerics, max_sms)
-            if results is not None:
-                return results
+        fast = _gathered.last[world._default_pg if group is None else group]
+        if (results := fast(*tensors, out_dtype, numerics, max_sms)) is not None:
+            return results
     return _gathered.call(tensors, (out_dtype,), group, numerics, max_sms)
 
 
@@ -461,11 +459,9 @@ def ag_gemm(
             both = (a_shard, b, scale_a, scale_b, out, None)
             return ag_gemm_gathered(both, out_dtype, group, numerics, max_sms)
         if not is_dynamo_compiling():
-            fast = _ag_gemm.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(a_shard, b, scale_a, scale_b, out, out_dtype, numerics, max_sms)
-                if result is not None:
-                    return result
+            fast = _ag_gemm.last[world._default_pg if group is None else group]
+            if (result := fast(a_shard, b, scale_a, scale_b, out, out_dtype, numerics, max_sms)) is not None:
+                return result
         return _ag_gemm.call((a_shard, b, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
     except BaseException as error:
         _ag_gemm.left(error, a_shard, group)
@@ -537,11 +533,9 @@ def gemm_rs(
     """
     try:
         if not is_dynamo_compiling():
-            fast = _gemm_rs.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(a, b, scale_a, scale_b, out, out_dtype, op, numerics, max_sms)
-                if result is not None:
-                    return result
+            fast = _gemm_rs.last[world._default_pg if group is None else group]
+            if (result := fast(a, b, scale_a, scale_b, out, out_dtype, op, numerics, max_sms)) is not None:
+                return result
         return _gemm_rs.call((a, b, scale_a, scale_b, out), (out_dtype, reduction_name(op)), group, numerics, max_sms)
     except BaseException as error:
         _gemm_rs.left(error, a, group)
@@ -599,11 +593,9 @@ def gemm_ar(
     """
     try:
         if not is_dynamo_compiling():
-            fast = _gemm_ar.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(a, b, bias, scale_a, scale_b, out, out_dtype, numerics, max_sms)
-                if result is not None:
-                    return result
+            fast = _gemm_ar.last[world._default_pg if group is None else group]
+            if (result := fast(a, b, bias, scale_a, scale_b, out, out_dtype, numerics, max_sms)) is not None:
+                return result
         return _gemm_ar.call((a, b, bias, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
     except BaseException as error:
         _gemm_ar.left(error, a, group)

@@ -221,11 +221,9 @@ def rms_norm_quantized(
 ) -> tuple[torch.Tensor, ...]:
     """(y, residual_out, scales, norm) of a form that is not basic, as the operator has them."""
     if not is_dynamo_compiling():
-        fast = _quantized.last.get(world._default_pg if group is None else group)
-        if fast is not None:
-            results = fast(*tensors, *options, numerics, max_sms)
-            if results is not None:
-                return results
+        fast = _quantized.last[world._default_pg if group is None else group]
+        if (results := fast(*tensors, *options, numerics, max_sms)) is not None:
+            return results
     return _quantized.call(tensors, options, group, numerics, max_sms)
 
 
@@ -366,11 +364,11 @@ def all_reduce_rms_norm(
                 return (*found, norm) if with_norm else found
             out_dtype = torch.float8_e4m3fn
         if not is_dynamo_compiling():
-            fast = _all_reduce_rms_norm.last.get(world._default_pg if group is None else group)
-            if fast is not None:
-                result = fast(x, weight, bias, residual, scale, out, residual_out, eps, out_dtype, numerics, max_sms)
-                if result is not None:
-                    return result
+            fast = _all_reduce_rms_norm.last[world._default_pg if group is None else group]
+            if (
+                result := fast(x, weight, bias, residual, scale, out, residual_out, eps, out_dtype, numerics, max_sms)
+            ) is not None:
+                return result
         return _all_reduce_rms_norm.call(
             (x, weight, bias, residual, scale, out, residual_out), (eps, out_dtype), group, numerics, max_sms
         )
