@@ -481,26 +481,15 @@ class CallPath(Generic[Result]):
         if not signature.capturing:
             communicator.agree_on_call(lambda: self._described(communicator, inputs, outputs, signature))
         wanted = self.results(inputs, signature.options, communicator.world_size, signature.numerics, signature.max_sms)
+        values, device = tuple(map(detached, inputs)), inputs[0].device
         try:
             self._check_outputs(inputs, outputs, wanted)
         except UnsupportedInputError:  # which rests on this rank alone: it takes part, so that no peer waits for it
             with contextlib.suppress(TunedCommError):
-                self._fill(communicator, inputs, (None,) * len(outputs), wanted, signature)
+                self.run(communicator, values, _complete((None,) * len(outputs), wanted, device), signature)
             raise
-        return self._fill(communicator, inputs, outputs, wanted, signature)
-
-    def _fill(
-        self, communicator: Communicator, inputs: Tensors, outputs: Tensors, wanted: Results, signature: CallSignature
-    ) -> tuple[tuple[torch.Tensor, ...], Plan | None]:
-        """Run a checked call; outputs that are None are made."""
-        device = inputs[0].device
-        results = tuple(
-            [
-                new_result(shape, dtype, device) if given is None else given
-                for given, (shape, dtype) in zip(outputs, wanted, strict=True)
-            ]
-        )
-        return results, self.run(communicator, tuple(map(detached, inputs)), tuple(map(detached, results)), signature)
+        results = _complete(outputs, wanted, device)
+        return results, self.run(communicator, values, tuple(map(detached, results)), signature)
 
     def run(
         self, communicator: Communicator, inputs: Tensors, targets: Tensors, signature: CallSignature
@@ -671,6 +660,16 @@ def _for_kernels(
             as_is = direct and fits(target)
             sinks.append(target if as_is else torch.empty(target.shape, dtype=target.dtype, device=target.device))
     return sources, sinks
+
+
+def _complete(outputs: Tensors, wanted: Results, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The outputs, those that are None in new memory."""
+    return tuple(
+        [
+            new_result(shape, dtype, device) if given is None else given
+            for given, (shape, dtype) in zip(outputs, wanted, strict=True)
+        ]
+    )
 
 
 def _unpacked(results: tuple[torch.Tensor, ...]) -> Any:
