@@ -106,7 +106,7 @@ class ProblemOptions:
     """The options that name one problem, as typed on the command line."""
 
     op: OpOption
-    shape: Annotated[str, typer.Option(help="Element count of a collective, MxNxK of a fused GEMM.")]
+    shape: Annotated[str, typer.Option(help="The op's shape, e.g. 98304 or 4096x8192x3584 (docs/ops.md).")]
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")]
     dtype: Annotated[str | None, typer.Option(help="Dtype of the payload; by default bfloat16.")] = None
     mode: Annotated[Mode | None, typer.Option(help="By default graph, eager on CPUs.")] = None
@@ -161,7 +161,7 @@ class SweepOptions:
     """The options that name the problems of a sweep, as typed: of `tune` and of `bench`."""
 
     op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce.", autocompletion=complete_op)] = None
-    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default 1 KiB to 256 MiB.")] = None
+    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's usual ones (docs/ops.md).")] = None
     model: Annotated[
         list[str] | None, typer.Option(help="Models whose shapes to take.", autocompletion=complete_model)
     ] = None
