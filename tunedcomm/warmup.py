@@ -119,7 +119,7 @@ class Autotune:
         if error is None:
             self.tune(most_wanted(noted))
         else:
-            self.communicator.meet(_LEFT, stay=False)
+            self.communicator.barrier(_LEFT, waits=False)
 
     def tune(self, problems: dict[Problem, NumericsPolicy]) -> None:
         """Tune the problems that rank 0 passes; collective over the group.
@@ -179,11 +179,11 @@ class Autotune:
 
 def agree_on_work(communicator: Communicator, problems: dict[Problem, NumericsPolicy]) -> dict[Problem, NumericsPolicy]:
     """Rank 0's problems on every rank, once all ranks are ready; none if a rank left its block with an exception."""
-    words = communicator.meet(f"{_READY} {len(problems)}")
-    if _LEFT in words:
-        logger.warning("nothing is tuned: rank %d left the block with an exception", words.index(_LEFT))
+    messages = communicator.barrier(f"{_READY} {len(problems)}")
+    if _LEFT in messages:
+        logger.warning("nothing is tuned: rank %d left the block with an exception", messages.index(_LEFT))
         return {}
-    if words[0] == f"{_READY} 0":
+    if messages[0] == f"{_READY} 0":
         return {}
     found: dict[Problem, NumericsPolicy] = communicator.exchange(problems)[0]
     return found

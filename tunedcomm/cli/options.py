@@ -161,7 +161,7 @@ class SweepOptions:
     """The options that name the problems of a sweep, as typed: of `tune` and of `bench`."""
 
     op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce.", autocompletion=complete_op)] = None
-    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's usual ones (docs/ops.md).")] = None
+    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's own (docs/ops.md).")] = None
     model: Annotated[
         list[str] | None, typer.Option(help="Models whose shapes to take.", autocompletion=complete_model)
     ] = None

@@ -173,8 +173,8 @@ class Communicator:
         """Every rank's `value`, by rank; collective."""
         return exchange(self.group, value)
 
-    def meet(self, word: str, *, stay: bool = True) -> list[str]:
-        """Every rank's `word`, by rank, in bounded time; one that says that it does not stay waits for nobody.
+    def barrier(self, message: str, *, waits: bool = True) -> list[str]:
+        """Every rank's `message`, by rank, in bounded time; without `waits` the own alone, at once.
 
         Raises:
             TuningError: a rank does not come within the group's time-out, or a graph is being captured.
@@ -182,11 +182,11 @@ class Communicator:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise TuningError("nothing can be tuned while a graph is captured; do it before the capture, or after it")
         store = PrefixStore("tunedcomm-meeting", _get_process_group_store(self.group))
-        _meetings[self.group.group_name] += 1
-        keys = [f"{_meetings[self.group.group_name]}/{rank}" for rank in range(self.world_size)]
-        store.set(keys[self.rank], word)
-        if not stay:
-            return [word]
+        _num_barriers[self.group.group_name] += 1
+        keys = [f"{_num_barriers[self.group.group_name]}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], message)
+        if not waits:
+            return [message]
         end_s = time.monotonic() + self.settings.peer_timeout_s
         missing = []
         for rank, key in enumerate(keys):
@@ -539,7 +539,7 @@ def left_by(what: str, error: BaseException) -> str:
 
 
 _MOST_SAID = 500
-_meetings: CounterOf[str] = CounterOf()  # so far, by group: the same on every rank
+_num_barriers: CounterOf[str] = CounterOf()  # so far, by group: the same on every rank
 _kept_for_graphs: list[Any] = []
 dropped_at_exit: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
