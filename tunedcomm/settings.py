@@ -22,6 +22,8 @@ MODES = ("cached", "off", "force")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 NETWORK_MODES = ("auto", "no")
 POLICIES = ("default", "ordered", "any")
+# Stands for the hardware whose rows serve without being named, among the names of TUNEDCOMM_BORROW.
+SIBLINGS = "siblings"
 # Kernels count nanoseconds in 64 bits, from a clock that may have begun in 1970.
 _MOST_PEER_TIMEOUT_S = 1e9
 _OFF = ("0", "off", "no", "false")
@@ -123,6 +125,10 @@ def _parts(text: str, separator: str = ",") -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(separator) if part.strip())
 
 
+def _lenders(text: str) -> tuple[str, ...]:
+    return () if text.lower() in _OFF else tuple(dict.fromkeys((SIBLINGS, *_parts(text))))
+
+
 def _paths(text: str) -> tuple[str, ...]:
     # A URL holds colons of its own (scheme, port), so a list with a URL in it needs another separator.
     return _parts(text, ";" if ";" in text or "://" in text else os.pathsep)
@@ -144,13 +150,16 @@ autotune: Setting[float | str] = Setting(
 )
 borrow: Setting[tuple[str, ...]] = Setting(
     name="TUNEDCOMM_BORROW",
-    default=(),
-    parse=_parts,
-    allowed="parts of GPU names, patterns such as `*H100*`, or the first digits of environment digests, separated "
-    "by `,`",
-    meaning="Other hardware whose measurements may serve where nothing was measured on this: same compute "
-    "capability, kind of fabric, multicast and number of hosts. Its kernels are ranked by them, its times predict "
-    "nothing. All ranks of a group must agree on it.",
+    default=(SIBLINGS,),
+    default_in_words="siblings alone",
+    parse=_lenders,
+    allowed="`no`, or parts of GPU names, patterns such as `*H100*`, or the first digits of environment digests, "
+    "separated by `,`",
+    meaning="Hardware whose measurements may serve where nothing was measured on this, besides siblings: GPUs that "
+    "differ from this one in the model's name alone. It must have the same compute capability, kind of fabric, "
+    "multicast and number of hosts. Its kernels are ranked by them, its times predict nothing, and each kernel is "
+    "checked on this machine before its first call. `no` borrows nothing, from siblings neither. All ranks of a group "
+    "must agree on it.",
 )
 check = Setting(
     name="TUNEDCOMM_CHECK",

@@ -25,9 +25,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "multirank/test_checks.py::test_it_raises_on_every_rank_and_the_library_takes_over",
     ),
     'Where `numerics="ordered"` excludes the library': ("multirank/test_numerics.py::test_a_calls_own_policy_wins",),
-    "Borrowed rows carry over the check": (
-        "unit/test_selection_borrow.py::test_nothing_is_borrowed_unasked",
-        "unit/test_selection_borrow.py::test_where_this_hardware_has_no_answer_both_rules_serve",
+    "What is borrowed from other hardware": (
+        "unit/test_selection_borrow.py::test_siblings_serve_unasked_and_others_if_named",
+        "unit/test_selection_borrow.py::test_checks_decide_what_is_borrowed",
+        "multirank/test_first_use.py::test_each_problem_is_checked_once",
+        "multirank/test_first_use.py::test_wrong_results_are_found_before_the_first_call[not_by_7]",
     ),
     "A pin runs its candidate unless": (
         "unit/test_db_diff.py::test_a_pin_of_what_was_never_measured_counts",

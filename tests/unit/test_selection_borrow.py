@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from db_samples import H200, OLDER, candidate, decide, problem, row, trial
+from db_samples import H200, OLDER, SampleCatalog, candidate, decide, problem, row, snapshot, trial
 from typer.testing import CliRunner
 
-from tunedcomm import kernels
+from tunedcomm import kernels, settings
 from tunedcomm.cli import main
 from tunedcomm.cli.doctor import check_borrowing, check_this_machine
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import MISSES
+from tunedcomm.hardware import Environment
 from tunedcomm.selection.interpolate import related_problems
-from tunedcomm.selection.snapshot import Row, matches, why_not_borrowed
+from tunedcomm.selection.select import choose
+from tunedcomm.selection.snapshot import Check, CheckStatus, Row, Snapshot, is_sibling, matches, why_not_borrowed
 from tunedcomm.spec import Problem, get_variant
 from tunedcomm.symm.layout import limits_for
 
 H100 = replace(H200, gpu="NVIDIA H100 80GB HBM3", memory_gib=80)
+GH200 = replace(H200, gpu="NVIDIA GH200 480GB", fabric="nvswitch-12")
 A100 = replace(H200, gpu="NVIDIA A100-SXM4-80GB", num_sms=108, compute_capability=80, fabric="nvswitch-12")
 
 
@@ -59,6 +63,23 @@ def test_what_may_stand_in(changes: dict[str, Any], reason: str) -> None:
     assert reason in (found or "")
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_one"),
+    [
+        ({"gpu": "NVIDIA H100", "memory_gib": 80, "driver": "1", "torch": "1"}, True),
+        ({}, False),
+        ({"gpu": "NVIDIA H100", "num_sms": 114}, False),
+        ({"gpu": "NVIDIA H100", "fabric": "nvswitch-8"}, False),
+        ({"gpu": "NVIDIA H100", "multicast": True}, False),
+        ({"gpu": "NVIDIA H100", "nodes": 2}, False),
+        ({"gpu": "NVIDIA B200", "compute_capability": 100}, False),
+    ],
+)
+def test_siblings_differ_in_the_models_name_alone(changes: dict[str, Any], is_one: bool) -> None:
+    assert is_sibling(H200, replace(H200, **changes)) is is_one
+    assert not is_sibling(Environment("host-a"), Environment("host-b")), "times of CPUs say too little"
+
+
 # What is loaded
 
 
@@ -73,9 +94,14 @@ def loaded(*layers: Layer, borrow: tuple[str, ...] = ("H100",), world_size: int 
     return {r.candidate.variant: (r.borrowed, r.latency_p50_us) for r in found.rows}
 
 
-def test_nothing_is_borrowed_unasked(tmp_path: Path) -> None:
-    layer = stored(tmp_path / "user.db", trial("one_shot", environment=H100))
+def test_siblings_serve_unasked_and_others_if_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = stored(tmp_path / "user.db", trial("one_shot", environment=H100), trial("two_shot", environment=GH200))
     assert loaded(layer, borrow=()) == loaded(layer, borrow=("A100",)) == {}
+    assert loaded(layer, borrow=settings.borrow()) == {"one_shot": (True, 5.0)}
+    monkeypatch.setenv("TUNEDCOMM_BORROW", "no")
+    assert loaded(layer, borrow=settings.borrow()) == {}
+    monkeypatch.setenv("TUNEDCOMM_BORROW", "GH200")
+    assert set(loaded(layer, borrow=settings.borrow())) == {"one_shot", "two_shot"}
     assert loaded(layer) == {"one_shot": (True, 5.0)}
     assert loaded(layer, world_size=2) == {}, "of this world size alone"
 
@@ -156,6 +182,78 @@ def test_borrowed_rows_must_fit_this_hardware_and_its_kernels() -> None:
     assert decide([stale]).source == "library"
 
 
+def test_exact_borrowed_rows_go_before_own_rows_that_merely_reach() -> None:
+    own = [row("two_shot", 8.0, 4096)]
+    found = decide([*own, lent("lamport", 5.0, 8192)], problem(8192))
+    assert (found.candidate, found.source) == (candidate("lamport"), "borrowed")
+    assert decide([*own, lent("lamport", 5.0, 6144)], problem(8192)).candidate == candidate("two_shot")
+    assert decide([*own, lent("lamport", 9.8, 8192)], problem(8192)).candidate == candidate("two_shot")
+
+
+def test_a_borrowed_candidate_beats_the_librarys_best_form_by_a_margin() -> None:
+    assert decide([lent("lamport", 9.4)]).candidate == candidate("lamport")
+    assert decide([lent("lamport", 9.6)]).candidate.variant == "library"
+    assert decide([row("lamport", 9.6)]).candidate == candidate("lamport"), "own rows win by more than the noise"
+    in_place = lent("one_shot", 9.0, like={"in_place": True}, baseline_p50_us=8.0)
+    assert decide([lent("lamport", 7.5), in_place]).candidate == candidate("lamport")
+    assert decide([lent("lamport", 7.8), in_place]).candidate.variant == "library"
+
+
+def test_eager_calls_take_borrowed_rows_of_graphs() -> None:
+    asked = problem(mode="eager")
+    found = decide([lent("lamport", 5.0)], asked)
+    assert (found.candidate, found.source) == (candidate("lamport"), "borrowed")
+    both = [lent("lamport", 5.0), lent("two_shot", 5.0, like={"mode": "eager"})]
+    assert decide(both, asked).candidate == candidate("two_shot")
+    assert decide([*both[:1], row("one_shot", 5.0)], asked).source == "heuristic", "this hardware's graphs come first"
+
+
+def checked(status: CheckStatus, asked: Problem, variant: str = "lamport") -> Check:
+    return Check(problem=asked, candidate=candidate(variant), source_hash="current", status=status, why=f"it {status}")
+
+
+def test_checks_decide_what_is_borrowed() -> None:
+    """A failure counts at every problem of the dtype, the library's lead at its own problem."""
+    sizes = (4096, 8192)
+    rows = [lent(v, us, n) for v, us in (("lamport", 5.0), ("two_shot", 6.0)) for n in sizes]
+    here, there = map(problem, sizes)
+
+    def chosen(asked: Problem, status: CheckStatus, **options: Any) -> str:
+        found = snapshot(rows).with_checks(checked(status, here))
+        return choose(found, asked, SampleCatalog(), **options).candidate.variant
+
+    assert [chosen(asked, "passed") for asked in (here, there)] == ["lamport", "lamport"]
+    assert [chosen(asked, "slower") for asked in (here, there)] == ["library", "lamport"]
+    assert [chosen(asked, "skipped") for asked in (here, there)] == ["library", "lamport"]
+    assert [chosen(asked, "failed") for asked in (here, there)] == ["library", "library"]
+    assert chosen(replace(here, dtype="float16"), "failed") == "lamport"
+    assert [chosen(here, status, policy="ordered") for status in ("failed", "slower")] == ["two_shot", "lamport"]
+    own = snapshot([*rows, row("lamport", 5.0)]).with_checks(checked("failed", here))
+    assert choose(own, here, SampleCatalog()).source == "exact", "rows of this hardware need no check"
+    reason = choose(snapshot(rows).with_checks(checked("failed", here)), here, SampleCatalog()).why
+    assert "it failed" in reason
+
+
+def test_programs_whose_sizes_never_repeat_do_not_pay_for_ever() -> None:
+    checks = [checked("passed", problem(4096 * n)) for n in range(1, 64)]
+    held, asked = snapshot([lent("lamport", 5.0)]).with_checks(*checks), problem(4096 * 100)
+    assert held.is_unchecked(asked, candidate("lamport"), "current")
+    held = held.with_checks(checked("slower", problem(4096 * 64)))
+    assert not held.is_unchecked(asked, candidate("lamport"), "current")
+    assert held.is_unchecked(replace(asked, dtype="float16"), candidate("lamport"), "current")
+
+
+def test_checks_are_part_of_a_snapshots_digest() -> None:
+    plain, check = snapshot([lent("lamport", 5.0)]), checked("passed", problem())
+    made = plain.with_checks(check)
+    assert len({plain.digest, made.digest, plain.with_checks(replace(check, status="slower")).digest}) == 3
+    assert made.digest == snapshot([lent("lamport", 5.0)], checks=(check,)).digest
+    sent: Snapshot = pickle.loads(pickle.dumps(made))
+    assert (sent.digest, sent.checks) == (made.digest, (check,))
+    assert made.was_checked(*check.key)
+    assert not plain.was_checked(*check.key)
+
+
 # The command line
 
 ASK = ("--op", "all_reduce", "--shape", "98304", "--world-size", "4")
@@ -187,11 +285,11 @@ def _json(*arguments: str) -> Any:
 @pytest.mark.parametrize("verb", ["lookup", "explain"])
 def test_borrow_on_the_command_line(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     ask = (verb, *ASK, "--hardware", H200.digest)
-    answers = [_json(*ask), _json(*ask, "--borrow", "H100"), _json(*ask, "--borrow", "A100")]
-    monkeypatch.setenv("TUNEDCOMM_BORROW", "B300,H100")
+    answers = [_json(*ask, "--borrow", "no"), _json(*ask), _json(*ask, "--borrow", "A100")]
+    monkeypatch.setenv("TUNEDCOMM_BORROW", "no")
     answers.append(_json(*ask))
-    assert [answer["source"] for answer in answers] == ["library", "borrowed", "library", "borrowed"]
-    for answer in (answers[1], answers[3]):
+    assert [answer["source"] for answer in answers] == ["library", "borrowed", "borrowed", "library"]
+    for answer in answers[1:3]:
         assert (answer["variant"], answer["latency_us"]) == ("lamport", None)
         assert verb == "lookup" or answer["environment"]["gpu"] == H100.gpu
 
@@ -201,6 +299,7 @@ def test_doctor_knows_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, level, token in (
         ({"driver": "999"}, "warn", "no op at its default sizes"),
         ({"multicast": True}, "warn", "multicast is True here and False there"),
+        ({"gpu": "NVIDIA H800"}, "ok", "served by rows of NVIDIA H100 80GB HBM3, NVIDIA H200, checked at first use"),
     ):
         monkeypatch.setattr("tunedcomm.cli.doctor.environment_here", lambda changes=changes: replace(H200, **changes))
         (line,) = check_this_machine()

@@ -22,7 +22,8 @@ def test_table_is_sorted_and_complete() -> None:
 @pytest.mark.parametrize(
     ("name", "default", "text", "value"),
     [
-        ("borrow", (), " H100 ,, NVIDIA H100* ", ("H100", "NVIDIA H100*")),
+        ("borrow", ("siblings",), " H100 ,, NVIDIA H100* ", ("siblings", "H100", "NVIDIA H100*")),
+        ("borrow", ("siblings",), "No", ()),
         ("check", (0, False), "100", (100, False)),
         ("check", (0, False), " 8, Fallback", (8, True)),
         ("db_network", "auto", "No", "no"),

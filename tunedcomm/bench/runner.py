@@ -57,7 +57,7 @@ def run_job(
         job_file.write_text(json.dumps(job), encoding="utf-8")
         arguments = [str(job_file), str(result_file)]
         # A benchmark's calls do not count as misses.
-        variables = {"TUNEDCOMM_MISS_LOG": "0", "TUNEDCOMM_BORROW": ",".join(borrow)}
+        variables = {"TUNEDCOMM_MISS_LOG": "0", "TUNEDCOMM_BORROW": ",".join(borrow) or "no"}
         result_file.touch()
         with result_file.open("rb") as file:
 

@@ -187,7 +187,9 @@ def _is_unused(target: str) -> bool:
 
 
 def check_this_machine() -> Iterator[Line]:
-    """Measurements of hardware like this, in any database."""
+    """Measurements of hardware like this, or of hardware whose rows serve here, in any database."""
+    from tunedcomm.selection.snapshot import loans
+
     machine = environment_here()
     stored = stored_environments(read_layers(None), is_quiet=True)
     like = [environment for environment in stored if environment.hard_key == machine.hard_key]
@@ -201,6 +203,11 @@ def check_this_machine() -> Iterator[Line]:
         else:
             held = f"some sizes of {', '.join(some)}" if some else "no kernel"
             yield Line("this machine", "warn", f"{machine}: {held} measured, no op at its default sizes", _NONE_HERE)
+        return
+    lenders = {there.gpu: there for there, why in loans(machine, settings.borrow(), stored).items() if why is None}
+    if lenders:
+        served = f"{machine}: served by rows of {', '.join(lenders)}, checked at first use"
+        yield Line("this machine", "ok", f"{served}; `tunedcomm tune` measures your own")
         return
     found = nearest(machine, stored)
     if found is None:
@@ -239,6 +246,7 @@ def check_borrowing(names: Sequence[str]) -> Iterator[Line]:
     """Hardware of these names, which may or may not stand in for this machine."""
     from tunedcomm.selection.snapshot import loans, matches
 
+    names = [name for name in names if name != settings.SIBLINGS]
     stored = stored_environments(read_layers(None), is_quiet=True)
     for name in names:
         if not any(matches(name, environment) for environment in stored):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,6 +61,7 @@ def look_up(options: CallOptions, *, with_left_out: bool = True) -> Decision:
     To say of the other variants too why they do not run, `with_left_out`, takes a look at all of their trials.
     """
     from tunedcomm import settings
+    from tunedcomm.db.checks import with_checks
     from tunedcomm.db.layers import load_snapshot
     from tunedcomm.dispatch import dispatcher
     from tunedcomm.hardware import nearest
@@ -72,9 +74,8 @@ def look_up(options: CallOptions, *, with_left_out: bool = True) -> Decision:
             options = replace(options, dtype=_stored_dtype(options, environment, layers))
         problem = options.problem_in(environment)
         strict, borrow = options.db is not None, borrowed(options.borrow)
-        snapshot = load_snapshot(
-            environment, problem.world_size, layers=layers, strict=strict, borrow=borrow, like=problem
-        )
+        read = partial(load_snapshot, environment, problem.world_size, layers=layers, strict=strict)
+        snapshot = with_checks(read(borrow=borrow, like=problem))
         limits = limits_for(environment, problem.world_size)
         forced = dispatcher.forced_candidate(problem, limits)
         if forced is None and settings.mode() == "off":

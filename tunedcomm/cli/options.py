@@ -82,7 +82,7 @@ HardwareOption: TypeAlias = Annotated[
 EverywhereOption: TypeAlias = Annotated[bool, typer.Option("--all", help="Not only this machine's rows.")]
 BorrowOption: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(help="Hardware whose rows may stand in: part of its name, a pattern or digest."),
+    typer.Option(help="Hardware whose rows may stand in beside siblings: part of its name, or no."),
 ]
 DatabaseOption: TypeAlias = Annotated[str | None, typer.Option(help="File or URL to read; by default every layer.")]
 WrittenOption: TypeAlias = Annotated[str | None, typer.Option(help="File or URL to write; by default the user's.")]
@@ -268,8 +268,8 @@ def known_variant(op: str, name: str) -> str:
 
 
 def borrowed(values: list[str] | None) -> tuple[str, ...]:
-    """The names of `--borrow`, else of TUNEDCOMM_BORROW."""
-    return tuple(split(values)) or settings.borrow()
+    """Hardware whose rows serve, by `--borrow`, else by TUNEDCOMM_BORROW."""
+    return settings.borrow.parse(",".join(split(values))) if values else settings.borrow()
 
 
 def split(values: list[str] | None) -> list[str]:

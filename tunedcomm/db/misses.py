@@ -32,7 +32,7 @@ HardKey: TypeAlias = tuple[Any, ...]
 # A file of this size is not added to: some 20,000 lines, far more than anybody tunes.
 MAX_BYTES = 8 << 20
 # Below PIPE_BUF: a write of this size is not split.
-_MAX_LINE = 4000
+MAX_LINE = 4000
 _MAX_COUNT = 2**63
 
 
@@ -100,11 +100,20 @@ def log_path() -> Path:
     named = settings.miss_log()
     if isinstance(named, str):
         return Path(os.path.expanduser(named))  # noqa: PTH111 - leaves `~` alone where there is no home
+    return beside_user_database("misses.jsonl")
+
+
+def beside_user_database(name: str) -> Path:
+    """A file beside a user database that is a file, else in the data directory.
+
+    Raises:
+        DatabaseAccessError: the user has no home directory.
+    """
     try:
         path = parse_target(user_database()).path
     except DatabaseAccessError:  # whoever opens that database says so
         path = None
-    return (data_directory() if path is None else path.parent) / "misses.jsonl"
+    return (data_directory() if path is None else path.parent) / name
 
 
 def append(path: Path, misses: Iterable[Miss]) -> None:
@@ -113,19 +122,25 @@ def append(path: Path, misses: Iterable[Miss]) -> None:
     Raises:
         OSError: the file cannot be written, is not a regular file, or has reached `MAX_BYTES`.
     """
+    write_lines(path, map(_line, misses), smaller="`tunedcomm tune --from-misses` makes it smaller")
+
+
+def write_lines(path: Path, lines: Iterable[bytes], *, smaller: str) -> None:
+    """Add lines to a file; `smaller` says what to do where it has reached `MAX_BYTES`. Else as `append`."""
     with contextlib.suppress(DatabaseAccessError):  # no home directory: the file was named
         if path.parent == data_directory():
             path.parent.mkdir(parents=True, exist_ok=True)
-    with _opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, fcntl.LOCK_SH) as file:
+    with opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, fcntl.LOCK_SH) as file:
         if os.fstat(file).st_size >= MAX_BYTES:
-            raise OSError(f"it has reached {MAX_BYTES >> 20} MiB; `tunedcomm tune --from-misses` makes it smaller")
-        for line in (b"\n" + _line(miss) for miss in misses):
-            if len(line) <= _MAX_LINE and os.write(file, line) < len(line):
+            raise OSError(f"it has reached {MAX_BYTES >> 20} MiB; {smaller}")
+        for line in (b"\n" + line for line in lines):
+            if len(line) <= MAX_LINE and os.write(file, line) < len(line):
                 raise OSError("no space left for a whole line")
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int, lock: int) -> Iterator[int]:
+def opened(path: Path, flags: int, lock: int) -> Iterator[int]:
+    """A regular file, open and locked."""
     # Not blocking: opening a FIFO would wait for the other end.
     file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
@@ -158,7 +173,7 @@ def read(path: Path) -> tuple[list[Miss], int]:
         OSError: the file cannot be read.
     """
     try:
-        with _opened(path, os.O_RDONLY, fcntl.LOCK_SH) as file:
+        with opened(path, os.O_RDONLY, fcntl.LOCK_SH) as file:
             return _merge(file)
     except FileNotFoundError:
         return [], 0
@@ -183,7 +198,7 @@ def _merge(file: int) -> tuple[list[Miss], int]:
 
 
 def _parse(line: bytes) -> Miss:
-    if len(line) > _MAX_LINE:
+    if len(line) > MAX_LINE:
         raise ValueError("the line is too long")
     data: Mapping[str, Any] = json.loads(line)
     environment: Mapping[str, Any] = data["environment"]
@@ -205,7 +220,7 @@ def compact(path: Path, *, without: Collection[tuple[HardKey, Problem]] = ()) ->
     Raises:
         OSError: the file cannot be read or written.
     """
-    with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDWR, fcntl.LOCK_EX) as file:
+    with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDWR, fcntl.LOCK_EX) as file:
         misses, _ = _merge(file)
         kept = b"".join(_line(miss) for miss in misses if (miss.hard_key, miss.problem) not in without)
         os.pwrite(file, kept, 0)

@@ -23,7 +23,18 @@ from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.selection.interpolate import problems_to_load
 from tunedcomm.selection.score import undisturbed
 from tunedcomm.selection.select import Decision, Registered, winners
-from tunedcomm.selection.snapshot import Failure, Numbers, Pinned, Row, Snapshot, is_drift, loans, matches
+from tunedcomm.selection.snapshot import (
+    Failure,
+    Numbers,
+    Pinned,
+    Row,
+    Snapshot,
+    is_drift,
+    is_sibling,
+    loans,
+    matches,
+)
+from tunedcomm.settings import SIBLINGS
 from tunedcomm.spec import Candidate, Problem
 
 # Problem and candidate as numbers, and the source hash.
@@ -334,7 +345,11 @@ def build_snapshot(
         rows=(*rows, *borrowed),
         pins=_nearest_pins(databases),
         failures=_one_a_family(failed.values()),
-        notes=(*_drift_notes(environment, rows), *_borrow_notes(borrowed), *_loan_notes(borrow, found)),
+        notes=(
+            *_drift_notes(environment, rows),
+            *_borrow_notes(environment, borrowed, borrow if rows else ("*",)),
+            *_loan_notes(borrow, found),
+        ),
     )
 
 
@@ -389,18 +404,22 @@ def _drift_notes(environment: Environment, rows: Sequence[Row]) -> tuple[str, ..
     return (note,) if drifted else ()
 
 
-def _borrow_notes(rows: Iterable[Row]) -> tuple[str, ...]:
+def _borrow_notes(here: Environment, rows: Iterable[Row], names: Sequence[str]) -> tuple[str, ...]:
+    """Remarks on hardware whose rows serve; none on siblings that fill gaps without having been named."""
+    counts = Counter(row.environment for row in rows)
     return tuple(
-        f"{count} rows are borrowed from {environment}; they serve where nothing was measured on this hardware. "
-        "`tunedcomm tune` measures here"
-        for environment, count in sorted(Counter(str(row.environment) for row in rows).items())
+        f"{count} rows are borrowed from {there}; they serve where nothing was measured on this hardware, and each "
+        "kernel is checked at its first use. `tunedcomm tune` measures here"
+        for there, count in sorted(counts.items(), key=str)
+        if not is_sibling(here, there) or any(matches(name, there) for name in names)
     )
 
 
 def _loan_notes(borrow: Sequence[str], found: Mapping[Environment, str | None]) -> list[str]:
     """Remarks on named hardware that does not serve."""
     refused = {f"nothing is borrowed from {other}: {why}" for other, why in found.items() if why is not None}
-    unknown = [name for name in borrow if not any(matches(name, other) for other in found)]
+    named = [name for name in borrow if name != SIBLINGS]
+    unknown = [name for name in named if not any(matches(name, other) for other in found)]
     return sorted(refused) + [f"nothing is borrowed from {name!r}: no database holds such hardware" for name in unknown]
 
 

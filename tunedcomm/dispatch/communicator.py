@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from tunedcomm import kernels
+from tunedcomm.db.checks import with_checks
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import Layer, LayerFingerprint, differences, layer_fingerprints, load_snapshot
 from tunedcomm.db.misses import Counter, Note
@@ -289,7 +290,7 @@ class Communicator:
             if self.rank != 0:
                 return None, layer_fingerprints()
             read = partial(load_snapshot, self.environment, self.world_size, borrow=self.settings.borrow)
-            return read(layers=find()), layer_fingerprints()
+            return with_checks(read(layers=find())), layer_fingerprints()
 
         theirs = on_every_rank(self.group, "load the tuning databases", load)
         seen = [each for _, each in theirs]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels
-from tunedcomm.dispatch import misses
+from tunedcomm.dispatch import first_use, misses
 from tunedcomm.dispatch.agreement import first_difference
 from tunedcomm.dispatch.communicator import Communicator, on_release
 from tunedcomm.dispatch.dispatcher import (
@@ -65,7 +65,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     Raises:
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
-    decision = _decision(communicator, problem, policy, max_sms)
+    decision = _checked_decision(communicator, problem, policy, max_sms)
     if communicator.settings.mode == "force" and not decision.is_answered:
         raise InfeasibleError(
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
@@ -104,7 +104,9 @@ def _instead(
     if decision.source == "forced" or not (admitted or 0 < few < (max_sms or few + 1)):
         raise error
     logger.warning("%s goes to %s: %s", problem, "the library" if admitted else "a smaller grid", error)
-    return _library_instead(decision, str(error)) if admitted else _decision(communicator, problem, policy, few)
+    if admitted:
+        return _library_instead(decision, str(error))
+    return _checked_decision(communicator, problem, policy, few)
 
 
 def _checked(
@@ -191,6 +193,17 @@ def _decision(communicator: Communicator, problem: Problem, policy: NumericsPoli
     if not _admits_library(policy, problem.op):
         raise InfeasibleError(f"{decision.candidate}: {reason}, and numerics={policy!r} does not admit the library")
     return _library_instead(decision, reason)
+
+
+def _checked_decision(
+    communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
+) -> Decision:
+    """The decision, once its candidate was checked here if its rows are borrowed; collective then."""
+    decision = _decision(communicator, problem, policy, max_sms)
+    while first_use.is_due(communicator, problem, decision):
+        first_use.check(communicator, problem, decision.candidate)
+        decision = _decision(communicator, problem, policy, max_sms)
+    return decision
 
 
 def explain(

@@ -636,10 +636,14 @@ class CallPath(Generic[Result]):
             )
             return library_plan(communicator, replace(problem, mode="graph")), False
         modes: tuple[Mode, ...] = ("eager", "graph") if inputs[0].is_cuda else ("eager",)
-        for mode in modes:
-            plan = plan_for(communicator, replace(problem, mode=mode), signature.policy, signature.max_sms)
-            communicator.plans[(*key, mode == "graph")] = plan
-        return communicator.plans[(*key, False)], True
+        made: dict[Mode, Plan] = {}
+        checks = None
+        while checks is not communicator.snapshot.checks:  # a check of one mode may rule the other's candidate out
+            checks = communicator.snapshot.checks
+            for mode in modes:
+                made[mode] = plan_for(communicator, replace(problem, mode=mode), signature.policy, signature.max_sms)
+        communicator.plans.update({(*key, mode == "graph"): plan for mode, plan in made.items()})
+        return made["eager"], True
 
 
 def _for_kernels(

@@ -1,6 +1,7 @@
 """The choice of the candidate that runs a problem: a pure function of a snapshot, a catalog and the problem.
 
-Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, library.
+Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, library. Exact borrowed rows go before rows
+of this hardware that merely reach the size, without a prediction.
 
 - Never considered, except when forced: a candidate that the numerics policy excludes, that cannot run, or whose source
   has changed since it was measured. A pin is bound by policy and feasibility but not by the source.
@@ -10,9 +11,12 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
   the nearest shape in log-log serves, each extent within a factor of `MAX_REACH`; no latency is predicted there.
   Candidates that were incorrect, crashed or hung in the family, and have not been good there since, are not
   interpolated, nor taken over from a related family. Where a family gives no answer, its `related_problems` are asked.
-- *Borrowed*: the same two rules over rows of other hardware that the user allows, where rows of this hardware give no
-  answer. Their times rank candidates and predict nothing.
-- *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round. A variant whose
+- *Borrowed*: the same two rules over rows of siblings and of other hardware that the user allows, where rows of this
+  hardware give no answer. Their times rank candidates and predict nothing. A borrowed candidate must beat the library's
+  best form, which may be in place, by `_BORROWED_MARGIN`, and gives way to the library where it failed its check on
+  this machine or was slower in it.
+- *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round: by rows of this
+  hardware, then by borrowed ones. A variant whose
   `Variant.default_beats_library` says so runs its default config where nothing near the size is measured, and where
   the library was only compared with other variants.
 - *Library*: nothing above answers.
@@ -39,8 +43,8 @@ from tunedcomm.hardware import Environment
 from tunedcomm.metrics import format_bytes, format_us
 from tunedcomm.selection.families import Family, Shape, Tables
 from tunedcomm.selection.interpolate import GEMM_EXTENTS, MAX_GAP, MAX_REACH, Rounds, predict_between
-from tunedcomm.selection.score import Pool, Scored, pool
-from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.selection.score import Pool, Scored, median_baseline, pool
+from tunedcomm.selection.snapshot import Check, Row, Snapshot
 from tunedcomm.spec import (
     Candidate,
     Limits,
@@ -59,6 +63,8 @@ from tunedcomm.spec import (
 )
 
 Source: TypeAlias = Literal["forced", "pin", "exact", "interpolated", "borrowed", "heuristic", "library"]
+# By so much the library must be slower than a borrowed candidate, where that was measured.
+_BORROWED_MARGIN = 1.05
 
 
 class Catalog(Protocol):
@@ -274,10 +280,10 @@ def choose(
             is known.
     """
     catalog = catalog if forced is not None else catalog.under(policy)
-    lookup = _Lookup(_tables(snapshot, catalog, problem.op), catalog, policy, max_sms, problem, problem)
+    lookup = _Lookup(_tables(snapshot, catalog, problem.op), snapshot, catalog, policy, max_sms, problem, problem)
     if forced is not None:
         return _forced(lookup, forced)
-    decision = _pinned(lookup) or _measured(lookup, MAX_REACH) or _borrowed(lookup, MAX_REACH) or _heuristic(lookup)
+    decision = _pinned(lookup) or _by_rows(lookup)
     if decision is None and not lookup.library_admitted:
         # The library may not run at all, so a kernel slower than it does no harm: extrapolate to any size.
         decision = _interpolated(lookup, None) or _borrowed(lookup, None)
@@ -308,7 +314,7 @@ def winners(
 
 def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Pool:
     """The candidates measured at `problem` itself that `choose` compares under the default policy."""
-    lookup = _Lookup(_tables(snapshot, catalog, problem.op), catalog, "default", None, problem, problem)
+    lookup = _Lookup(_tables(snapshot, catalog, problem.op), snapshot, catalog, "default", None, problem, problem)
     return lookup.pool(lookup.rows_of_problem(), lookup.failed(None))
 
 
@@ -332,6 +338,7 @@ class _Lookup:
     """
 
     tables: Tables
+    snapshot: Snapshot
     catalog: Catalog
     policy: NumericsPolicy
     max_sms: int | None
@@ -413,8 +420,21 @@ class _Lookup:
         """Return why the candidate may not run, also where it failed nearby, or None."""
         if reason := self.why_excluded(candidate):
             return reason
+        check = self.check_of(candidate) if self.borrowed and not self.library_admitted else None
+        if check is not None and check.status in ("failed", "skipped"):
+            return check.why
         how = failed.get(candidate) if failed else None
         return None if how is None else f"{how}; it is not used where it was not measured"
+
+    def check_of(self, candidate: Candidate) -> Check | None:
+        """The check of a borrowed candidate on this machine that counts at the caller's problem."""
+        source_hash = self.tables.hash_of(candidate) or ""
+        return self.snapshot.check_of(self.requested, candidate, source_hash) if self.snapshot.checks else None
+
+    def why_failed(self, candidate: Candidate) -> str | None:
+        """Return why the candidate failed its check on this machine, or None."""
+        check = self.check_of(candidate)
+        return None if check is None or check.status != "failed" else check.why
 
     def serves(self, rows: Iterable[Row], failed: Mapping[Candidate, str]) -> bool:
         """True if some challenger of fresh rows may be used."""
@@ -581,12 +601,37 @@ def _measured(lookup: _Lookup, reach: int | None) -> Decision | None:
     return _exact(lookup) or _interpolated(lookup, reach)
 
 
+def _by_rows(lookup: _Lookup) -> Decision | None:
+    """The answer of rows, of this hardware or borrowed."""
+    decision = _measured(lookup, MAX_REACH)
+    if decision is not None:
+        merely_reaches = decision.source == "interpolated" and decision.latency_us is None
+        lent = _lent(lookup, _exact(replace(lookup, borrowed=True))) if merely_reaches else None
+        return decision if lent is None or lent.candidate == lookup.library else lent
+    return _borrowed(lookup, MAX_REACH) or _heuristic(lookup)
+
+
 def _borrowed(lookup: _Lookup, reach: int | None) -> Decision | None:
     """The answer of rows of other hardware."""
-    decision = _measured(replace(lookup, borrowed=True), reach)
+    return _lent(lookup, _measured(replace(lookup, borrowed=True), reach))
+
+
+def _lent(lookup: _Lookup, decision: Decision | None) -> Decision | None:
+    """A decision that rests on borrowed rows as such, or the library, if it won the candidate's check here."""
     if decision is None:
         return None
-    why = f"borrowed from {decision.environment}, where {decision.why}"
+    why, candidate = f"borrowed from {decision.environment}, where {decision.why}", decision.candidate
+    if candidate != lookup.library:
+        check = lookup.check_of(candidate)
+        is_out = check is not None and (
+            check.status in ("failed", "skipped") or (check.status == "slower" and lookup.max_sms is None)
+        )
+        if check is not None and is_out and lookup.library_admitted:
+            lookup.pass_over(candidate, check.why)
+            why = f"the library: {candidate} is {why}, but {check.why}"
+            decision = replace(decision, candidate=lookup.library, runner_up=candidate)
+        elif lookup.snapshot.is_unchecked(lookup.requested, candidate, lookup.tables.hash_of(candidate) or ""):
+            why = f"{why}; its first call on this machine checks it"
     return replace(decision, source="borrowed", why=why, **_NO_TIMES)
 
 
@@ -594,11 +639,14 @@ def _heuristic(lookup: _Lookup) -> Decision | None:
     """An eager call as in graphs: the GPU does the same in both, and what the host adds favours no kernel."""
     if lookup.problem.mode != "eager":
         return None
-    decision = _measured(replace(lookup, problem=replace(lookup.problem, mode="graph")), MAX_REACH)
+    captured = replace(lookup, problem=replace(lookup.problem, mode="graph"))
+    lent = decision = _measured(captured, MAX_REACH)
     if decision is None:
+        lent = _borrowed(captured, MAX_REACH)
+    if lent is None:
         return None
-    why = f"not tuned outside of graphs; in graphs: {decision.why}"
-    return replace(decision, source="heuristic", why=why, **_NO_TIMES)
+    why = f"not tuned outside of graphs; in graphs: {lent.why}"
+    return replace(lent, source="heuristic" if decision else "borrowed", why=why, **_NO_TIMES)
 
 
 def _rule_of_thumb(lookup: _Lookup, *, at_size: bool) -> Decision | None:
@@ -607,7 +655,7 @@ def _rule_of_thumb(lookup: _Lookup, *, at_size: bool) -> Decision | None:
     With `at_size` only rows of the problem itself say so, else any of the op.
     """
     candidate = lookup.catalog.untuned(lookup.problem)
-    if candidate is None or lookup.why_excluded(candidate):
+    if candidate is None or lookup.why_excluded(candidate) or lookup.why_failed(candidate):
         return None
     rows = lookup.rows_of_problem()
     measured = {row.candidate.variant for row in lookup.fresh(rows)} if at_size else lookup.tables.measured
@@ -625,7 +673,7 @@ def _unmeasured_default(lookup: _Lookup) -> Decision | None:
         # The library's own transfers take as many SMs as they like.
         free = lookup.max_sms is not None and lookup.catalog.num_blocks(lookup.requested, candidate) < 0
         judge = replace(lookup, max_sms=None, reasons={}) if free else lookup
-        if reason := judge.why_excluded(candidate) or failed.get(candidate):
+        if reason := judge.why_excluded(candidate) or failed.get(candidate) or lookup.why_failed(candidate):
             lookup.pass_over(candidate, reason)
             continue
         why = (
@@ -709,11 +757,25 @@ def _beats_library(lookup: _Lookup, found: Pool, scored: Scored) -> bool:
     if found.library_us is None:
         lookup.pass_over(scored.candidate, "was never compared with the library")
         return False
-    if scored.score < found.library_us * (1 - scored.noise):
+    best_us, least, what = found.library_us, scored.noise, "more than the noise"
+    if lookup.borrowed:
+        best_us *= _share_in_place(lookup, scored.row)
+        least, what = max(least, 1 - 1 / _BORROWED_MARGIN), "the margin of borrowed rows"
+    if scored.score < best_us * (1 - least):
         return True
-    times = f"{format_us(scored.score)} µs is not less than the library's {format_us(found.library_us)} µs"
-    lookup.pass_over(scored.candidate, f"{times} by more than the noise of {scored.noise:.1%}")
+    times = f"{format_us(scored.score)} µs is not less than the library's {format_us(best_us)} µs"
+    lookup.pass_over(scored.candidate, f"{times} by {what} of {least:.1%}")
     return False
+
+
+def _share_in_place(lookup: _Lookup, row: Row) -> float:
+    """The library's time in place over its time beside `row`; 1 where that is its best form."""
+    asked = replace(row.problem, in_place=True)
+    rows = lookup.tables.family(asked.family, borrowed=True).by_shape.get(asked.shape, ())
+    in_place_us = median_baseline(rows)
+    if row.problem.in_place or in_place_us is None or row.baseline_p50_us is None:
+        return 1.0
+    return min(1.0, in_place_us / row.baseline_p50_us)
 
 
 def _library_wins(lookup: _Lookup, found: Pool, rows: Sequence[Row], source: Source, text: str) -> Decision:

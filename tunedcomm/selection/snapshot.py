@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from tunedcomm.hardware import SOFT_FIELDS, Environment, Fabric
+from tunedcomm.settings import SIBLINGS
 from tunedcomm.spec import Candidate, Problem
 
 _FORMAT = 3
@@ -95,6 +96,33 @@ class Failure:
     status: str
 
 
+# Problems of one dtype at which a borrowed candidate is checked.
+_ENOUGH_CHECKS = 64
+CheckStatus: TypeAlias = Literal["passed", "slower", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The check of a borrowed candidate on this machine, made before its first call at `problem`.
+
+    Attributes:
+        status: `failed` rules the candidate out at every problem of the dtype; `slower` (than the library here) and
+            `skipped` (this process could not check it) at this problem alone.
+        why: the reason, "" where it passed.
+    """
+
+    problem: Problem
+    candidate: Candidate
+    source_hash: str
+    status: CheckStatus
+    why: str = ""
+
+    @property
+    def key(self) -> tuple[Candidate, str, str]:
+        """The checked code, at every problem of one dtype."""
+        return self.candidate, self.source_hash, self.problem.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Rows of one environment and world size, in one order, under one digest.
@@ -107,6 +135,7 @@ class Snapshot:
         rows: at most one for each (problem, candidate, source hash).
         pins: at most one a problem.
         notes: warnings for a person, e.g. that the rows were measured under older software.
+        checks: results of the checks of borrowed candidates on this machine, oldest first.
         digest: SHA-256 over the contents without trial ids.
         arranged: tables that choices have made of the rows, see `families`.
     """
@@ -117,12 +146,14 @@ class Snapshot:
     pins: tuple[Pinned, ...] = ()
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = ()
     digest: str = field(init=False)
     arranged: dict[Any, Any] = field(init=False, repr=False, compare=False)
     _families: Mapping[str, Mapping[tuple[Problem, bool], tuple[Row, ...]]] = field(
         init=False, repr=False, compare=False
     )
     _variants: Mapping[str, tuple[tuple[str, str], ...]] = field(init=False, repr=False, compare=False)
+    _checks: Mapping[tuple[Candidate, str, str], Mapping[Problem, Check]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -158,6 +189,59 @@ class Snapshot:
             of = candidates.values[candidate]
             named.setdefault(problems.values[problem].op, set()).add((of.op, of.variant))
         put(self, "_variants", {op: tuple(sorted(found)) for op, found in named.items()})
+        checks, known = self.checks, dict[Any, Mapping[Problem, Check]]()
+        put(self, "_checks", known)
+        for check in checks:
+            self._add(check, known)
+
+    def _add(self, check: Check, known: dict[Any, Mapping[Problem, Check]]) -> None:
+        """Take a check into the digest and into `known`, the checks before it."""
+        known[check.key] = {**known.get(check.key, {}), check.problem: check}
+        values = [
+            list(_problem_fields(check.problem)),
+            str(check.candidate),
+            check.source_hash,
+            check.status,
+            check.why,
+        ]
+        digest = hashlib.sha256(f"{self.digest} {json.dumps(values)}".encode()).hexdigest()
+        object.__setattr__(self, "digest", digest)
+
+    def with_checks(self, *checks: Check) -> Snapshot:
+        """This snapshot with more checks; the tables that choices have made are shared."""
+        made = object.__new__(Snapshot)
+        for item in fields(self):
+            object.__setattr__(made, item.name, getattr(self, item.name))
+        known = dict(self._checks)
+        object.__setattr__(made, "checks", (*self.checks, *checks))
+        object.__setattr__(made, "_checks", known)
+        for check in checks:
+            made._add(check, known)
+        return made
+
+    @property
+    def borrows(self) -> bool:
+        """True if some rows are of other hardware."""
+        return any(row.borrowed for row in self.rows)
+
+    def check_of(self, problem: Problem, candidate: Candidate, source_hash: str) -> Check | None:
+        """The check that counts at `problem`: a failure at any problem of its dtype, else that of the problem."""
+        known = self._checks.get((candidate, source_hash, problem.dtype), {})
+        failed = next((check for check in known.values() if check.status == "failed"), None)
+        return failed or known.get(problem)
+
+    def is_unchecked(self, problem: Problem, candidate: Candidate, source_hash: str) -> bool:
+        """True if a borrowed candidate must be checked before its first call at `problem`.
+
+        After `_ENOUGH_CHECKS` problems further ones need none: programs whose sizes never repeat must not pay for ever.
+        """
+        known = self._checks.get((candidate, source_hash, problem.dtype), {})
+        return len(known) < _ENOUGH_CHECKS and self.check_of(problem, candidate, source_hash) is None
+
+    def was_checked(self, candidate: Candidate, source_hash: str, dtype: str) -> bool:
+        """True if the candidate was checked at some problem of the dtype."""
+        known = self._checks.get((candidate, source_hash, dtype), {})
+        return any(check.status != "skipped" for check in known.values())
 
     def families(self, op: str) -> Mapping[tuple[Problem, bool], tuple[Row, ...]]:
         """The op's rows of all sizes by family, a problem without a shape, and by whether they are borrowed."""
@@ -173,7 +257,8 @@ class Snapshot:
 
     def __reduce__(self) -> tuple[type[Snapshot], tuple[Any, ...]]:
         """Pickle the contents alone: the digest of a snapshot that arrives is computed anew from what arrived."""
-        return Snapshot, (self.environment, self.world_size, self.rows, self.pins, self.failures, self.notes)
+        contents = (self.environment, self.world_size, self.rows, self.pins, self.failures, self.notes, self.checks)
+        return Snapshot, contents
 
     def _digest(self) -> str:
         """SHA-256 over each table by column, with values that repeat as numbers into one list of each kind."""
@@ -272,7 +357,12 @@ def gc_paused() -> Iterator[None]:
         gc.enable()
 
 
-# Rows of other hardware that the user may borrow.
+# Rows of other hardware that serve here.
+
+
+def is_sibling(local: Environment, other: Environment) -> bool:
+    """True if two GPUs differ in the model's name alone, of all that decides where rows count."""
+    return not local.is_host and set(local.differences(other)) == {"gpu"}
 
 
 def matches(name: str, environment: Environment) -> bool:
@@ -305,5 +395,10 @@ def why_not_borrowed(local: Environment, other: Environment) -> str | None:
 
 def loans(local: Environment, names: Sequence[str], stored: Iterable[Environment]) -> dict[Environment, str | None]:
     """Stored environments of other hardware that the names mean, each with why it cannot serve here, or None."""
-    others = [environment for environment in stored if environment.hard_key != local.hard_key]
-    return {other: why_not_borrowed(local, other) for other in others if any(matches(name, other) for name in names)}
+    found: dict[Environment, str | None] = {}
+    for other in stored:
+        if SIBLINGS in names and is_sibling(local, other):
+            found[other] = None
+        elif other.hard_key != local.hard_key and any(matches(name, other) for name in names if name != SIBLINGS):
+            found[other] = why_not_borrowed(local, other)
+    return found
