@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shutil
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +35,8 @@ from tunedcomm.errors import DatabaseError, InfeasibleError, UnsupportedInputErr
 from tunedcomm.kernels import source_hash_of
 from tunedcomm.metrics import format_us, plural
 from tunedcomm.selection.select import Decision
-from tunedcomm.spec import Candidate, NumericsPolicy, Problem, get_op, why_no_kernel
+from tunedcomm.selection.snapshot import Check
+from tunedcomm.spec import Candidate, Mode, NumericsPolicy, Problem, get_op, why_no_kernel
 
 if TYPE_CHECKING:  # the tuner's import takes tenths of a second; a start with nothing to tune does without it
     from tunedcomm.tuner.gang.protocol import Command, TrialResult
@@ -336,6 +339,42 @@ def autotune(
     return made
 
 
+def check_borrowed(communicator: Communicator) -> tuple[Check, ...]:
+    """Check all that the group borrows from other hardware, ahead of first calls; collective.
+
+    Returns:
+        The checks of this machine so far; one outcome for each problem with borrowed rows, in both call modes on GPUs.
+    """
+    stored = {row.problem for row in communicator.snapshot.rows if row.borrowed}
+    modes: tuple[Mode, ...] = ("graph", "eager") if communicator.device.type == "cuda" else ("eager",)
+    for problem in sorted({replace(problem, mode=mode) for problem in stored for mode in modes}):
+        with suppress(InfeasibleError):
+            plan_for(communicator, problem, "default")
+    return communicator.snapshot.checks
+
+
+def main(result_file: str) -> int:
+    """Body of a rank of `tunedcomm db verify --borrowed`; rank 0 writes the checks."""
+    from tunedcomm.tuner.gang.ranks import join_group
+
+    communicator = get_communicator(None, join_group())
+    checks = check_borrowed(communicator)
+    if communicator.rank == 0:
+        found = [
+            {
+                "problem": check.problem.to_dict(),
+                "candidate": str(check.candidate),
+                "status": check.status,
+                "why": check.why,
+            }
+            for check in checks
+        ]
+        Path(result_file).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
 def after_warmup(group: dist.ProcessGroup, device: torch.device) -> None:
     """Tune or check as TUNEDCOMM_AUTOTUNE says, once for a group; collective over the group then."""
     communicator = get_communicator(group, device)
@@ -389,3 +428,7 @@ def check_winners(communicator: Communicator, noted: Mapping[Problem, Note]) -> 
                 "%s: the stored winner %s does not hold on this machine, %s: %s; tune it again",
                 winner.problem, winner.candidate, one.verdict, one.why
             )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +18,11 @@ import torch.distributed as dist
 from cases import HOST, Ranks, logged, replaced, settings
 from planted_in_job import plant
 from test_dispatch import trial
+from typer.testing import CliRunner
 
 import tunedcomm
 from tunedcomm import kernels
+from tunedcomm.cli import main
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import first_use
 from tunedcomm.dispatch.groups import get_communicator
@@ -219,3 +223,23 @@ def test_lowered_products_are_no_reference(rank: int) -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert found.status == "skipped"
+
+
+def test_checks_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.discover()
+    database, config = tmp_path / "tuned.db", {"chunk_kib": 16, "spins": 1, "threads": 1}
+    with Database.open(database, create=True) as made:
+        made.record(trial("host_one_shot", n, 5.0, config=config, environment=OTHER_GPU) for n in SIZES)
+    for name, value in {**HOST, "TUNEDCOMM_DB": str(database), "TUNEDCOMM_BORROW": "host-oth*"}.items():
+        monkeypatch.setenv(name, value)
+    command = ["db", "verify", "--borrowed", "--json"]
+    code = f"from tunedcomm.cli import main; main.run({command})"
+    for _ in range(2):
+        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+        assert shown.returncode == 0, shown.stderr
+        checks = json.loads(shown.stdout)["checks"]
+        assert [check["problem"]["shape"] for check in checks] == [[n] for n in SIZES]
+        assert {check["status"] for check in checks} <= {"passed", "slower"}
+        lines = (tmp_path / "checks.jsonl").read_bytes().splitlines()
+        assert len(list(filter(None, lines))) == 2 * len(SIZES), "the second start makes none"
+    assert CliRunner().invoke(main.app, [*command, "--no-store"]).exit_code == 2

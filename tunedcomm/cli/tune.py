@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shlex
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -59,7 +61,7 @@ from tunedcomm.cli.output import (
 )
 from tunedcomm.cli.progress import duration, say, shown
 from tunedcomm.cli.stored import open_to_write, read_each, read_layers
-from tunedcomm.errors import DatabaseAccessError
+from tunedcomm.errors import DatabaseAccessError, TuningError
 from tunedcomm.metrics import format_us, plural
 from tunedcomm.spec import Problem, admits, format_shape, variants
 
@@ -71,6 +73,8 @@ if TYPE_CHECKING:
     from tunedcomm.tuner.search.summary import ProblemResult, SweepOutcome, VariantSummary
     from tunedcomm.tuner.verify import Verified, VerifyOutcome
 
+# Starts of ranks that check what is borrowed: a candidate that hangs or crashes ends one.
+_MOST_STARTS = 8
 _COLUMNS: dict[str, Callable[[ProblemResult], object]] = {
     "shape": lambda result: format_shape(result.problem.shape),
     "bytes": lambda result: message_of(result.problem),
@@ -531,6 +535,7 @@ def db_verify(
         str | None, typer.Option(help="Database to verify and to write; by default every layer, and the user database.")
     ] = None,
     no_store: Annotated[bool, typer.Option("--no-store", help="Do not store the new timings.")] = False,
+    borrowed: Annotated[bool, typer.Option("--borrowed", help="Only check what other hardware's rows serve.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time this machine's stored winners again beside the library. Names winners that do not hold any more.
@@ -542,9 +547,17 @@ def db_verify(
     --tolerance, both in µs and relative to the library; or if nothing is stored for this machine. Progress goes
     to stderr, as with `tunedcomm tune`.
 
+    With --borrowed alone: make the checks of all that siblings' rows serve now, so that programs need not make them at
+    their first calls. Exit code 1 if a candidate failed.
+
     Example: tunedcomm db verify --tolerance 5% --no-store
     """
     if is_spare_copy():
+        return
+    if borrowed:
+        if op or dtype or limit or db or no_store:
+            raise bad_usage("--borrowed", "beside it only --world-size and --backend count; leave the others out")
+        _verify_borrowed(backend_or_default(backend), local_ranks(world_size, backend), as_json=as_json)
         return
     from tunedcomm.db.layers import named_layers
     from tunedcomm.tuner.machine import machine_settings
@@ -570,6 +583,33 @@ def db_verify(
             outcome = verify(spec, opened, progress)
     show(_verified_to_dict(outcome, url), _verified_text(outcome, url), as_json=as_json)
     if outcome.wrong or not outcome.results:
+        raise typer.Exit(1)
+
+
+def _verify_borrowed(backend: Backend, world_size: int, *, as_json: bool) -> None:
+    """Start ranks that check what is borrowed; anew after a candidate that ended them, which is not tried again."""
+    from tunedcomm.tuner.gang.ranks import run_module
+
+    variables = {"TUNEDCOMM_MISS_LOG": "0", "TUNEDCOMM_PEER_TIMEOUT_S": f"{settings.peer_timeout_s() or 10.0:g}"}
+    variables |= {"CUDA_VISIBLE_DEVICES": ""} if backend == "host" else {}
+    with tempfile.TemporaryDirectory(prefix="tunedcomm-checks-") as folder:
+        result = Path(folder, "checks.json")
+        for _ in range(_MOST_STARTS):
+            code = run_module("tunedcomm.warmup", [str(result)], world_size=world_size, environment=variables)
+            if not code:
+                break
+        else:
+            raise TuningError(f"the ranks ended with code {code} {_MOST_STARTS} times; what they printed says why")
+        checks = json.loads(result.read_text(encoding="utf-8"))
+    counts = Counter(check["status"] for check in checks)
+    rows = [(Problem.from_dict(c["problem"]), c["candidate"], c["status"], c["why"]) for c in checks]
+    said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing is borrowed here"
+    show(
+        {"checks": checks},
+        [*([Table(("problem", "candidate", "check", "why"), rows)] if rows else []), said],
+        as_json=as_json,
+    )
+    if counts["failed"]:
         raise typer.Exit(1)
 
 
