@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tunedcomm.integrations.intercept import intercept as intercept
     from tunedcomm.integrations.intercept import uninstall as uninstall
     from tunedcomm.integrations.serving import ServingAllReduce as ServingAllReduce
-    from tunedcomm.ops.call import explain as explain
+    from tunedcomm.ops import explain as explain
     from tunedcomm.ops.call import numerics as numerics
     from tunedcomm.ops.collectives import all_gather as all_gather
     from tunedcomm.ops.collectives import all_reduce as all_reduce
@@ -65,7 +65,8 @@ _HOMES = {
     "integrations.fusion": "FusionPass fusion_pass",
     "integrations.intercept": "install intercept uninstall",
     "integrations.serving": "ServingAllReduce",
-    "ops.call": "explain numerics",
+    "ops": "explain",
+    "ops.call": "numerics",
     "ops.collectives": "all_gather all_reduce all_reduce_ all_reduce_bias all_to_all all_to_all_v broadcast "
     "reduce_scatter",
     "ops.experts": "DispatchResult ExpertBuffers Sent TokenDispatchResult ep_buffers ep_combine ep_dispatch",

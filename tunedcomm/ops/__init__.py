@@ -1,18 +1,28 @@
 """The public functions. Importing this package defines their operators, `torch.ops.tunedcomm.*`.
 
 `call.paths` holds the path of every op: `planned` binds what a call would run, `adapter.problem` names it.
-`run_problem` makes the public call for a problem.
+`run_problem` makes the public call for a problem, and `explain` says what a call or a problem would run.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import importlib
+import inspect
+from collections.abc import Sequence
+from typing import Any, overload
 
+import torch
+
+from tunedcomm.dispatch import plans
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops import torch_ops as torch_ops
 from tunedcomm.ops.adapter import Tensors
 from tunedcomm.ops.call import CallPath, paths
-from tunedcomm.spec import Problem
+from tunedcomm.ops.checks import check_input
+from tunedcomm.selection.select import Decision
+from tunedcomm.spec import NumericsPolicy, Problem, get_op
 
 
 @functools.cache
@@ -26,3 +36,67 @@ def run_problem(problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
     path = path_of(problem)
     assert path is not None, problem
     path.run_problem(problem, inputs, outputs)
+
+
+@overload
+def explain(
+    communicator: Communicator, problem: Problem, *, policy: NumericsPolicy | None = None, max_sms: int | None = None
+) -> Decision: ...
+
+
+@overload
+def explain(
+    communicator: str,
+    problem: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    policy: NumericsPolicy | None = None,
+    max_sms: int | None = None,
+) -> Decision: ...
+
+
+def explain(
+    communicator: Communicator | str,
+    problem: Problem | torch.Tensor | Sequence[torch.Tensor],
+    *,
+    policy: NumericsPolicy | None = None,
+    max_sms: int | None = None,
+) -> Decision:
+    """The decision for a problem, with every reason; binds and launches nothing. Print it to read it.
+
+    `explain("all_reduce", x)` explains the call `all_reduce(x)` on the default group, out of CUDA graphs.
+
+    Args:
+        communicator: what `get_communicator(group)` gives, or the name of an op.
+        problem: a problem that a call on the communicator may ask: its world size, a reduction of the op if that has
+            any. After an op's name the input in plain memory, or a tuple of the inputs; its options are the defaults.
+        policy, max_sms: as in calls.
+
+    Raises:
+        UnsupportedInputError: an unknown numerics policy, or a problem that no call on this communicator asks.
+        InfeasibleError: a forced candidate cannot run, or the policy admits nothing that is known.
+    """
+    if isinstance(communicator, str) and not isinstance(problem, Problem):
+        inputs = (problem,) if isinstance(problem, torch.Tensor) else tuple(problem)
+        communicator, problem = _asked(communicator, inputs)
+    if isinstance(communicator, str) or not isinstance(problem, Problem):
+        raise UnsupportedInputError(
+            "explain takes an op's name and its input, or a communicator and a Problem, not "
+            f"{type(communicator).__name__} and {type(problem).__name__}"
+        )
+    return plans.explain(communicator, problem, policy=policy, max_sms=max_sms)
+
+
+def _asked(op: str, inputs: Tensors) -> tuple[Communicator, Problem]:
+    """The problem of a call with these inputs and with defaults, on the communicator of the default group."""
+    path = next((path for path in paths.values() if path.adapter.op == get_op(op).name), None)
+    public = inspect.signature(getattr(importlib.import_module("tunedcomm"), op)).parameters if path else {}
+    names = [] if path is None else [option.split()[-1] for option in path.adapter.options]
+    options = tuple([public[name].default if name in public else inspect.Parameter.empty for name in names])
+    if path is None or inspect.Parameter.empty in options:
+        raise UnsupportedInputError(f"calls of {op} need more than tensors: pass a communicator and a Problem")
+    inputs += (None,) * (len(path.adapter.inputs) - len(inputs))
+    for name, tensor in zip(path.adapter.inputs[:1], inputs, strict=False):
+        check_input(op, tensor, name)
+    communicator = path.communicator(inputs[0], None)
+    path.adapter.check(inputs, options, communicator.world_size)
+    return communicator, path.adapter.problem(inputs, options, communicator.world_size)

@@ -14,12 +14,10 @@ with by copies that the other ranks do not see.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,6 @@ from tunedcomm.dispatch.dispatcher import check_limit, check_policy
 from tunedcomm.dispatch.groups import end_group, get_communicator
 from tunedcomm.dispatch.launches import is_putting_off, when_due
 from tunedcomm.dispatch.plans import Plan, check_library, library_plan, plan_for
-from tunedcomm.dispatch.plans import explain as explain_problem
 from tunedcomm.errors import NotInitializedError, TunedCommError, UnsupportedInputError
 from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Results, Tensors
 from tunedcomm.ops.checks import (
@@ -54,8 +51,7 @@ from tunedcomm.ops.fast_call import (
     raw_stream,
     world,
 )
-from tunedcomm.selection.select import Decision
-from tunedcomm.spec import Mode, NumericsPolicy, Problem, get_op
+from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
 # What a call returns: a tensor, or a tuple of them where an op has several results.
 Result = TypeVar("Result")
@@ -161,70 +157,6 @@ def numerics(policy: NumericsPolicy) -> Iterator[None]:
     finally:
         del policies[len(policies) - 1 - policies[::-1].index(policy)]
         _switch()
-
-
-@overload
-def explain(
-    communicator: Communicator, problem: Problem, *, policy: NumericsPolicy | None = None, max_sms: int | None = None
-) -> Decision: ...
-
-
-@overload
-def explain(
-    communicator: str,
-    problem: torch.Tensor | Sequence[torch.Tensor],
-    *,
-    policy: NumericsPolicy | None = None,
-    max_sms: int | None = None,
-) -> Decision: ...
-
-
-def explain(
-    communicator: Communicator | str,
-    problem: Problem | torch.Tensor | Sequence[torch.Tensor],
-    *,
-    policy: NumericsPolicy | None = None,
-    max_sms: int | None = None,
-) -> Decision:
-    """The decision for a problem, with every reason; binds and launches nothing. Print it to read it.
-
-    `explain("all_reduce", x)` explains the call `all_reduce(x)` on the default group, out of CUDA graphs.
-
-    Args:
-        communicator: what `get_communicator(group)` gives, or the name of an op.
-        problem: a problem that a call on the communicator may ask: its world size, a reduction of the op if that has
-            any. After an op's name the input in plain memory, or a tuple of the inputs; its options are the defaults.
-        policy, max_sms: as in calls.
-
-    Raises:
-        UnsupportedInputError: an unknown numerics policy, or a problem that no call on this communicator asks.
-        InfeasibleError: a forced candidate cannot run, or the policy admits nothing that is known.
-    """
-    if isinstance(communicator, str) and not isinstance(problem, Problem):
-        inputs = (problem,) if isinstance(problem, torch.Tensor) else tuple(problem)
-        communicator, problem = _asked(communicator, inputs)
-    if isinstance(communicator, str) or not isinstance(problem, Problem):
-        raise UnsupportedInputError(
-            "explain takes an op's name and its input, or a communicator and a Problem, not "
-            f"{type(communicator).__name__} and {type(problem).__name__}"
-        )
-    return explain_problem(communicator, problem, policy=policy, max_sms=max_sms)
-
-
-def _asked(op: str, inputs: Tensors) -> tuple[Communicator, Problem]:
-    """The problem of a call with these inputs and with defaults, on the communicator of the default group."""
-    path = next((path for path in paths.values() if path.adapter.op == get_op(op).name), None)
-    public = inspect.signature(getattr(importlib.import_module("tunedcomm"), op)).parameters if path else {}
-    names = [] if path is None else [option.split()[-1] for option in path.adapter.options]
-    options = tuple([public[name].default if name in public else inspect.Parameter.empty for name in names])
-    if path is None or inspect.Parameter.empty in options:
-        raise UnsupportedInputError(f"calls of {op} need more than tensors: pass a communicator and a Problem")
-    inputs += (None,) * (len(path.adapter.inputs) - len(inputs))
-    for name, tensor in zip(path.adapter.inputs[:1], inputs, strict=False):
-        check_input(op, tensor, name)
-    communicator = path.communicator(inputs[0], None)
-    path.adapter.check(inputs, options, communicator.world_size)
-    return communicator, path.adapter.problem(inputs, options, communicator.world_size)
 
 
 def _switch() -> None:
