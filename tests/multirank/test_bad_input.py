@@ -306,6 +306,8 @@ def test_unknown_options(rank: int) -> None:
         tunedcomm.explain(get_communicator(), problem, policy="exact")
     with refused("explain takes .* not str and Problem"):
         tunedcomm.explain("all_reduce", problem)  # type: ignore[call-overload]
+    with refused("explain takes .* not str and int"):
+        tunedcomm.explain("all_reduce", 3)  # type: ignore[call-overload]
     with refused("explain takes .* not Communicator and Tensor"):
         tunedcomm.explain(get_communicator(), x)  # type: ignore[call-overload]
     with refused("calls of all_to_all_v need more than tensors"):

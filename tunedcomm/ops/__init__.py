@@ -75,7 +75,7 @@ def explain(
         UnsupportedInputError: an unknown numerics policy, or a problem that no call on this communicator asks.
         InfeasibleError: a forced candidate cannot run, or the policy admits nothing that is known.
     """
-    if isinstance(communicator, str) and not isinstance(problem, Problem):
+    if isinstance(communicator, str) and isinstance(problem, (torch.Tensor, Sequence)):
         inputs = (problem,) if isinstance(problem, torch.Tensor) else tuple(problem)
         communicator, problem = _asked(communicator, inputs)
     if isinstance(communicator, str) or not isinstance(problem, Problem):
