@@ -31,3 +31,23 @@ def test_the_docstring_shows_what_is_written(monkeypatch: pytest.MonkeyPatch) ->
     shown = (fast_call.__doc__ or "").partition("    def call")[2]
     assert function
     assert shown.strip() == function.strip()
+
+
+@pytest.mark.parametrize("name", [name for name, path in paths.items() if path.adapter.depends_on_memory])
+def test_the_first_input_is_looked_at_where_peers_may_address_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = paths[name].adapter
+    looked: list[torch.Tensor] = []
+    communicator: Any = SimpleNamespace(
+        device_index=0, device=torch.device("cpu"), status_view=[0], last_streams=[0, 0], any_symmetric=True,
+        is_symmetric=lambda tensor: bool(looked.append(tensor)),
+    )  # fmt: skip
+    problem = SimpleNamespace(input_kind="plain")
+    plan: Any = SimpleNamespace(launch=lambda *_: None, wants_aligned=False, problem=problem)
+    inputs = tuple(torch.ones(64) for _ in adapter.inputs)
+    outputs = tuple(torch.ones(64) for _ in adapter.outputs)
+    options = tuple(0 for _ in adapter.options)
+    asked = CallSignature(options, (True,) * 2, (-1,) * len(outputs), None, None, False, "default")
+    call = fast_call.make_fast_call(communicator, adapter, plan, ((*inputs, *outputs), outputs), asked)
+    assert call is not None
+    assert call(*inputs, *outputs, *options, None, None) is not None
+    assert looked[0] is inputs[0]

@@ -284,7 +284,7 @@ class _Call:
         found += [f"not looks_alike({', '.join(self.guarded)})"]
         if self.adapter.depends_on_memory and self.communicator.any_symmetric:
             self.values["is_symmetric"] = self.communicator.is_symmetric
-            found += [f"is_symmetric(x) is not {self.plan.problem.input_kind == 'symmetric'}"]
+            found += [f"is_symmetric({self.adapter.inputs[0]}) is not {self.plan.problem.input_kind == 'symmetric'}"]
         found += [f"({name} is not want_{name} and {name} != want_{name})" for name in options]
         return [
             *found,

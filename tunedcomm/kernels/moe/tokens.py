@@ -262,8 +262,8 @@ def dispatch_tokens_push_kernel(
 ):  # fmt: skip
     """In round c: push piece c, copy piece c − 2.
 
-    The gather area has a ring for each source rank; an entry is a token's line and row. Blocks of one lane write the
-    same line.
+    The gather area has a ring for each source rank. An entry is a token's line, once for each part, and its row: flags
+    go from block to block, so a block may write only what the same block of the peer has read.
     """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     LINE: tl.constexpr = 2 * next_power_of_2(TOPK)
@@ -273,7 +273,8 @@ def dispatch_tokens_push_kernel(
     ring = tl.minimum(num_chunks, RING)
     row_bytes = row_packets * 16
     line_bytes: tl.constexpr = (LINE * 4 + 15) // 16 * 16
-    entry = line_bytes + row_bytes
+    lines: tl.constexpr = SPLIT * line_bytes
+    entry = lines + row_bytes
     slot = ring * span * entry
     at = tl.arange(0, LINE)
     sent = at % (LINE // 2) < TOPK
@@ -293,7 +294,7 @@ def dispatch_tokens_push_kernel(
                 line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
                 place = gather + rank * slot + (token - lap) * entry
                 for p in tl.static_range(WORLD_SIZE - 1):
-                    send_words(peers[p] + place + at * 4, line, sent)
+                    send_words(peers[p] + place + part * line_bytes + at * 4, line, sent)
                 owners = owners_of(line, TOPK, LOCAL)
                 row = rank * tokens + token
                 wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
@@ -301,18 +302,18 @@ def dispatch_tokens_push_kernel(
                     words = load_items(x + token * row_bytes, start, row_packets, True, BLOCK, ITEMS)
                     for p in tl.static_range(WORLD_SIZE - 1):
                         goes = goes_to(owners, (rank + 1 + p) % WORLD_SIZE)
-                        store_items(peers[p] + place + line_bytes, start, row_packets, words, goes, BLOCK, ITEMS)
+                        store_items(peers[p] + place + lines, start, row_packets, words, goes, BLOCK, ITEMS)
                     store_items(out + row * row_bytes, start, row_packets, words, goes_to(owners, rank), BLOCK, ITEMS)
             if (d >= 0) & (placed < tokens):
                 for s in tl.range(1, WORLD_SIZE):
                     r = (rank + s) % WORLD_SIZE
                     come = local + gather + r * slot + (placed - behind) * entry
-                    line = load_words(come, at, sent, -1)
+                    line = load_words(come + part * line_bytes, at, sent, -1)
                     row = r * tokens + placed
                     wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
                     wanted = goes_to(owners_of(line, TOPK, LOCAL), rank)
                     for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
-                        words = load_items(come + line_bytes, start, row_packets, wanted, BLOCK, ITEMS)
+                        words = load_items(come + lines, start, row_packets, wanted, BLOCK, ITEMS)
                         store_items(out + row * row_bytes, start, row_packets, words, wanted, BLOCK, ITEMS)
         if c < num_chunks:
             arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
@@ -694,7 +695,12 @@ class DispatchTokensPush(_Push, _Dispatch, registered=True):
     kernels = (dispatch_tokens_push_kernel,)
 
     def token_bytes(self, problem: Problem) -> int:
-        return problem.world_size * (max(self.line_bytes(problem), PACKET_BYTES) + sizes_of(problem).row_bytes)
+        return problem.world_size * sizes_of(problem).row_bytes
+
+    def further_bytes(self, problem: Problem, config: Config) -> int:
+        entries = min(self.num_chunks(problem, config), int(RING.value)) * self.span(problem, config)
+        lines = problem.world_size * entries * int(config["split"])
+        return lines * max(self.line_bytes(problem), PACKET_BYTES)
 
 
 class CombineTokensLamport(_Lamport, _Combine, registered=True):
