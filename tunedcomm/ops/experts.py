@@ -16,6 +16,7 @@ from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import NotInitializedError, TunedCommError, UnsupportedInputError
+from tunedcomm.kernels.common.reference import weighted_sum
 from tunedcomm.kernels.moe.op import (
     ALIGNMENT,
     BY_TOKEN,
@@ -32,7 +33,6 @@ from tunedcomm.kernels.moe.op import (
     sum_by_token,
     token_shapes,
     unfit,
-    weighted_sum,
 )
 from tunedcomm.ops import autograd
 from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Results, Tensors, problem_of

@@ -215,6 +215,21 @@ def sum_packets(words, DTYPE: tl.constexpr, AVG: tl.constexpr, WORLD_SIZE: tl.co
 
 
 @triton.jit
+def weigh_packets(words, weights, valid, TOPK: tl.constexpr, DTYPE: tl.constexpr):
+    """The weighted sum of TOPK packets (4 words each) by the ordered rule, four words."""
+    summed = ()
+    for w in tl.static_range(4):
+        low = tl.zeros(words[w].shape, tl.float32)
+        high = low
+        for k in tl.static_range(TOPK):
+            more_low, more_high = widen(words[4 * k + w], DTYPE)
+            low = tl.where(valid[k], low + weights[k] * more_low, low)
+            high = tl.where(valid[k], high + weights[k] * more_high, high)
+        summed = summed + (narrow(low, high, DTYPE),)  # type: ignore[assignment]
+    return summed
+
+
+@triton.jit
 def insert_own(words, own, rank, WORLD_SIZE: tl.constexpr):
     """Put the caller's own packet in its place among the ranks' packets."""
     mixed = ()

@@ -95,6 +95,18 @@ def with_extras(s: torch.Tensor, *extras: torch.Tensor | None) -> torch.Tensor:
     return total.to(s.dtype)
 
 
+def weighted_sum(parts: Sequence[torch.Tensor], weights: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Σ weights[:, k] · parts[k] over valid k, in order, from +0.0 in fp32 (or fp64), rounded once."""
+    import torch
+
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = torch.zeros_like(parts[0], dtype=wide)
+    for k, part in enumerate(parts):
+        more = total + weights[:, k, None].to(wide) * part.to(wide)
+        total = torch.where(valid[:, k, None], more, total)
+    return total.to(parts[0].dtype)
+
+
 def powers_of_two(
     backend: str, itemsize: int, *, largest_mib: int, host_largest: int = 4 * _MIB
 ) -> list[tuple[int, ...]]:

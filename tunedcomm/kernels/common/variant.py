@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tunedcomm.kernels.common.feasibility import (
@@ -53,6 +53,7 @@ def lane_arguments(problem: Problem, workspace: Workspace) -> tuple[Argument, ..
     return (lane.local, lane.peers, workspace.rank, workspace.timeout_ns, status)
 
 
+_REGISTERS_OF_BLOCK = 65536
 HOST_GRID: Mapping[str, float] = {"num_blocks": 2, "num_warps": 16}
 # Axes of kernels that push chunks, that read what peers have, and that the switch serves.
 PUSH_GRID: Mapping[str, Axis] = {"num_blocks": Choice(1, 2, 8, 32, 64, 132, 264), "num_warps": PowerOfTwo(4, 16)}
@@ -202,9 +203,12 @@ class KernelVariant(VariantBase):
             axes of the space, and `multicast`, the lane's multicast address; 0 stands for the interpreter's emulation.
         max_rounds: rounds of the grid, at most, for each of the `num_chunks` chunks of a config.
         host_preferred: what takes the place of `preferred_config` on the host backend.
+        most_registers: that a thread may take. 0: as many as ptxas likes, which often are fewer than it needs, so that
+            it spills.
     """
 
     trailing_arguments: tuple[str, ...] = ()
+    most_registers = 0
     max_rounds = 1 << 16
     host_preferred: Mapping[str, float] = {}
 
@@ -273,7 +277,9 @@ class KernelVariant(VariantBase):
         if "launch_pdl" in config:
             constants["PDL"] = launch_pdl
         warps = int(config["num_warps"])
-        return CompileRequest.of(self.kernel(problem), constants, num_warps=warps, launch_pdl=launch_pdl)
+        request = CompileRequest.of(self.kernel(problem), constants, num_warps=warps, launch_pdl=launch_pdl)
+        most = self.most_registers
+        return replace(request, max_registers=min(most, _REGISTERS_OF_BLOCK // (32 * warps))) if most else request
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         return (self.request(problem, config),)
@@ -348,9 +354,14 @@ class RingVariant(KernelVariant):
     """A kernel that cuts its rounds into `num_chunks` chunks, of which the staging holds `ring` at once.
 
     So messages of any size fit if they are cut often enough.
+
+    Attributes:
+        ring: chunks.
+        packet_bytes: bytes of the staging that a packet takes: its own, and those of words beside it.
     """
 
     ring: int
+    packet_bytes = PACKET_BYTES
 
     def num_teams(self, config: Config) -> int:
         """Blocks that share a chunk: all of them, or where blocks are of several kinds, the blocks of one kind."""
@@ -369,7 +380,7 @@ class RingVariant(KernelVariant):
         rounds, chunks = self.num_rounds(problem, config), int(config["num_chunks"])
         if rounds < chunks and chunks > 1:
             return f"{rounds} rounds cannot be split into {chunks} chunks"
-        chunk_bytes = -(-rounds // chunks) * self.num_teams(config) * packets_a_block(config) * PACKET_BYTES
+        chunk_bytes = -(-rounds // chunks) * self.num_teams(config) * packets_a_block(config) * self.packet_bytes
         slots = self.slots(problem)
         return refuse_staging(problem, limits, chunk_bytes=chunk_bytes, num_chunks=chunks, slots=slots, ring=self.ring)
 

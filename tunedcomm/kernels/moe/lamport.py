@@ -29,7 +29,7 @@ from triton import next_power_of_2
 
 from tunedcomm.kernels.common.lamport import end_call
 from tunedcomm.kernels.common.lane import STATE_OFFSET, read_counter
-from tunedcomm.kernels.common.packets import PACKET_BYTES, has_escape, restore
+from tunedcomm.kernels.common.packets import PACKET_BYTES, has_escape, restore, weigh_packets
 from tunedcomm.kernels.common.sync import (
     INTERPRET,
     SENTINEL,
@@ -57,7 +57,6 @@ from tunedcomm.kernels.moe.push import (
     send_words,
     share_counts,
     store_words,
-    weigh_packets,
     write_token,
 )
 from tunedcomm.space import Config, Space

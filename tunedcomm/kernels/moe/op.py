@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from tunedcomm.errors import CapacityError, UnsupportedInputError
 from tunedcomm.fp8 import E4M3_MAX, GROUP, to_e4m3
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.reference import SUM_DTYPES, draw, draw_any, generator_of
+from tunedcomm.kernels.common.reference import SUM_DTYPES, draw, draw_any, generator_of, weighted_sum
 from tunedcomm.kernels.common.variant import LibraryVariant, Workspace, all_gather_single
 from tunedcomm.metrics import shard_factor
 from tunedcomm.space import Config
@@ -274,18 +274,6 @@ def sources_of(rows: torch.Tensor, count: int) -> torch.Tensor:
     tokens = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
     source[torch.where(rows < 0, count, rows).long()] = tokens.unsqueeze(1).expand(rows.shape)
     return source[:count]
-
-
-def weighted_sum(parts: Sequence[torch.Tensor], weights: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Σ weights[:, k] · parts[k] over valid k, in order, from +0.0 in fp32 (or fp64), rounded once."""
-    import torch
-
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    total = torch.zeros_like(parts[0], dtype=wide)
-    for k, part in enumerate(parts):
-        more = total + weights[:, k, None].to(wide) * part.to(wide)
-        total = torch.where(valid[:, k, None], more, total)
-    return total.to(parts[0].dtype)
 
 
 def bound_of(problem: Problem, tokens: torch.Tensor) -> int:

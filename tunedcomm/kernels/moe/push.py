@@ -28,7 +28,6 @@ Numerics: ordered. Graph-safe. Source: own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import triton
@@ -45,10 +44,10 @@ from tunedcomm.kernels.common.packets import (
     escape,
     escape_sentinels,
     has_escape,
-    narrow,
     packets_of,
     sentinel_mask_of,
     store_bytes,
+    weigh_packets,
     widen,
 )
 from tunedcomm.kernels.common.reference import SUM_DTYPES
@@ -461,21 +460,6 @@ def dispatch_kernel(
 
 
 @triton.jit
-def weigh_packets(words, weights, valid, TOPK: tl.constexpr, DTYPE: tl.constexpr):
-    """The weighted sum of TOPK packets (4 words each) by the ordered rule, four words."""
-    summed = ()
-    for w in tl.static_range(4):
-        low = tl.zeros(words[w].shape, tl.float32)
-        high = low
-        for k in tl.static_range(TOPK):
-            more_low, more_high = widen(words[4 * k + w], DTYPE)
-            low = tl.where(valid[k], low + weights[k] * more_low, low)
-            high = tl.where(valid[k], high + weights[k] * more_high, high)
-        summed = summed + (narrow(low, high, DTYPE),)  # type: ignore[assignment]
-    return summed
-
-
-@triton.jit
 def send_results(
     token, results, rows, tokens, peers, rank, place, row_packets, part,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, POLLED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -591,7 +575,7 @@ class GridVariant(KernelVariant):
     trailing_arguments: tuple[str, ...] = ("gather", "num_chunks")
     room = "staging_bytes"  # of `Limits`
     host_preferred: Mapping[str, float] = {**HOST_GRID, "chunk_tokens": 32, "split": 1, "items": 1}
-    most_registers = 255  # without a bound ptxas often aims at 128 and spills what is above
+    most_registers = 255
 
     def packets(self, problem: Problem) -> int:
         """Packets of a token as it travels: its own, and its scales'."""
@@ -652,10 +636,6 @@ class GridVariant(KernelVariant):
 
     def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return refuse_residence(config, limits)
-
-    def request(self, problem: Problem, config: Config) -> CompileRequest:
-        most = min(self.most_registers, 65536 // (32 * int(config["num_warps"])))
-        return replace(super().request(problem, config), max_registers=most)
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         lanes = max(int(config["num_blocks"]) // int(config["split"]), 1)
