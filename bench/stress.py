@@ -57,10 +57,10 @@ from tunedcomm import kernels
 from tunedcomm.bench.csv import append_rows
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.groups import get_communicator
-from tunedcomm.errors import InfeasibleError
+from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
-from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
+from tunedcomm.spec import Candidate, OpSpec, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.gang.ranks import join_group
 from tunedcomm.tuner.measure.correctness import GUARD_BYTES, Guarded, fill_sentinel, guard, make_case
 
@@ -205,6 +205,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
 
 
+def is_shared(spec: OpSpec, shape: tuple[int, ...], world_size: int) -> bool:
+    """True if the ranks can share such a problem evenly."""
+    try:
+        spec.check(Problem(spec.name, shape, spec.dtypes[0], world_size, reduction=""))
+    except UnsupportedInputError:
+        return False
+    return True
+
+
 def some_problems(op: str, world_size: int, shuffle: random.Random, most: int) -> Iterator[Problem]:
     """Odd, small and large shapes, and a few that nobody chose; dtypes, reductions, layouts and scalings in turn.
 
@@ -217,13 +226,16 @@ def some_problems(op: str, world_size: int, shuffle: random.Random, most: int) -
         shapes = [*MATRICES, (shuffle.randrange(1, 600), 128 * shuffle.randrange(1, 64))]
     elif spec.rank_of_shape == 4:
         shapes = [*ROUTED, (shuffle.randrange(1, 200), 128 * shuffle.randrange(1, 16), shuffle.randrange(1, 9), 36)]
+    elif not spec.is_gemm:  # of attention: those that are swept
+        shapes = [*spec.default_shapes("host", 2), *spec.default_shapes("cuda", 2)]
+        shapes = [shape for shape in shapes if math.prod(shape) <= most and is_shared(spec, shape, world_size)]
     else:
         rows = [4 * shuffle.choice((1, 3, 7, 43, 171)) for _ in range(6)]
         others = [(m, 16 * shuffle.randrange(4, 130), 16 * shuffle.randrange(4, 130)) for m in rows]
         shapes = [(m * world_size, n, k) for m, n, k in (*PRODUCTS, *others)]
     dtypes = [dtype for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn") if dtype in spec.dtypes]
     shapes = [shape for shape in shapes if math.prod(shape[:2]) <= most]
-    for number in range(max(len(shapes), 2 * len(spec.scalings) if spec.rank_of_shape != 3 else 0)):
+    for number in range(max(len(shapes), 2 * len(spec.scalings) if not spec.is_gemm else 0)):
         shape = shapes[number % len(shapes)]
         dtype = dtypes[number // 2 % len(dtypes)] if number % 2 else dtypes[0]
         reductions = [r for r in ("sum", "avg") if r in spec.reductions] or [""]
@@ -236,14 +248,15 @@ def some_problems(op: str, world_size: int, shuffle: random.Random, most: int) -
 
 
 def moves(problem: Problem) -> bool:
-    """True if the op reduces nothing."""
-    return not problem.reduction and get_op(problem.op).rank_of_shape == 1
+    """True if the op does nothing but move whatever words it is given."""
+    spec = get_op(problem.op)
+    return not problem.reduction and spec.rank_of_shape != 4 and not any(spec.tolerance.values())
 
 
 def disguised_inputs(problem: Problem, peer: int, seed: int, kind: str, device: torch.device) -> Tensors:
     """A rank's inputs of an op that reduces nothing, with the awkward words strewn over what it sends."""
     inputs: Tensors = get_op(problem.op).make_inputs(problem, peer, seed, kind, device)
-    words = inputs[0].view(torch.uint8)[: inputs[0].nbytes // 4 * 4].view(torch.int32)
+    words = inputs[0].view(-1).view(torch.uint8)[: inputs[0].nbytes // 4 * 4].view(torch.int32)
     words[(seed + peer) % 5 :: 7] = WORDS[(seed + peer) % len(WORDS)]
     words[(seed + peer) % 3 :: 31] = WORDS[0]
     return inputs
@@ -592,7 +605,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.hang_s, exit=True)
     join_group()
     kernels.discover()
-    names = args.op or [name for name in ops() if get_op(name).rank_of_shape != 3]
+    names = args.op or [name for name, spec in ops().items() if not spec.is_gemm]
     modes = {mode: getattr(args, mode) for mode in modes}
     rows = stress(names, args.launches, args.seconds, args.variant, **modes)
     if dist.get_rank() == 0:

@@ -146,6 +146,7 @@ def cases(rank: int, world_size: int, device: str) -> dict[str, Case]:
     ids = torch.stack([torch.arange(6, dtype=torch.int64) + rank, torch.arange(6, dtype=torch.int64) * 3 + 1], 1)
     ids = (ids % num_experts).to(device)
     weights = drawn(6, 2).softmax(-1)
+    heads, lse = drawn(2 * world_size, 2 * world_size, 16), drawn(2 * world_size, 2 * world_size)
 
     def dispatch(group: Any, tokens: torch.Tensor, ids: torch.Tensor, **options: Any) -> list[torch.Tensor]:
         sent = t.ep_dispatch(tokens, ids, num_experts=num_experts, group=group, **options)
@@ -215,6 +216,9 @@ def cases(rank: int, world_size: int, device: str) -> dict[str, Case]:
         "all_to_all": Case("all_to_all", (x,), lambda group, x: t.all_to_all(x, group=group)),
         "all_to_all_v": Case("all_to_all_v", (x,), all_to_all_v, operator=False),
         "broadcast": Case("broadcast", (x,), lambda group, x: t.broadcast(x, 1, group=group)),
+        "dcp_combine": Case("dcp_combine", (heads, lse), lambda group, x, lse: t.dcp_combine(x, lse, group=group)),
+        "ulysses_scatter": Case("ulysses_scatter", (heads[None],), lambda group, x: t.ulysses_scatter(x, group=group)),
+        "ulysses_gather": Case("ulysses_gather", (heads[None],), lambda group, x: t.ulysses_gather(x, group=group)),
         "all_reduce_bias": Case(
             "all_reduce_bias", (rows, weight), lambda group, x, bias: t.all_reduce_bias(x, bias, group=group)
         ),

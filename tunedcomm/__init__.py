@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from tunedcomm.integrations.intercept import uninstall as uninstall
     from tunedcomm.integrations.serving import ServingAllReduce as ServingAllReduce
     from tunedcomm.ops import explain as explain
+    from tunedcomm.ops.attention import dcp_combine as dcp_combine
+    from tunedcomm.ops.attention import ulysses_gather as ulysses_gather
+    from tunedcomm.ops.attention import ulysses_scatter as ulysses_scatter
     from tunedcomm.ops.call import numerics as numerics
     from tunedcomm.ops.collectives import all_gather as all_gather
     from tunedcomm.ops.collectives import all_reduce as all_reduce
@@ -66,6 +69,7 @@ _HOMES = {
     "integrations.intercept": "install intercept uninstall",
     "integrations.serving": "ServingAllReduce",
     "ops": "explain",
+    "ops.attention": "dcp_combine ulysses_gather ulysses_scatter",
     "ops.call": "numerics",
     "ops.collectives": "all_gather all_reduce all_reduce_ all_reduce_bias all_to_all all_to_all_v broadcast "
     "reduce_scatter",

@@ -1,4 +1,4 @@
-"""FlashInfer (github.com/flashinfer-ai/flashinfer) as a contender: its port of TensorRT-LLM's fused all_reduce.
+"""FlashInfer (github.com/flashinfer-ai/flashinfer) as a contender: its port of TensorRT-LLM's all_reduce, and Ulysses.
 
 Needs the package flashinfer-python. Only the backend `trtllm` is used, which makes its workspace without multicast;
 `mnnvl` and `auto` may make multicast objects. Results go to given tensors, inputs are ordinary ones.
@@ -20,6 +20,10 @@ LARGEST_BYTES = 64 << 20  # its workspace is several times as large
 LARGEST_ONE_SHOT_BYTES = 8 << 20
 WORLD_SIZES = (2, 4, 8)
 
+ULYSSES_HEAD_DIM = 128
+
+# (elements of a rank, dtype) to a communicator, likewise.
+_communicators: dict[tuple[int, str], Any] = {}
 # (tokens, hidden, dtype) to a workspace: they are made by all ranks together, and kept.
 _workspaces: dict[tuple[int, int, str], Any] = {}
 
@@ -118,13 +122,46 @@ def _norm(comm: Any, problem: Problem, device: torch.device) -> Iterator[Peer]:
         yield Peer(text, allocate, run)
 
 
+def _ulysses(comm: Any, problem: Problem, device: torch.device) -> Iterator[Peer]:
+    """Its exchange by kernels over NVLink. One communicator serves problems of one size and dtype, and is kept."""
+    tokens, batch, width = problem.shape
+    n, head_dim = problem.world_size, ULYSSES_HEAD_DIM
+    if width % (n * head_dim) or tokens % n:
+        raise LeftOut(f"{width} elements are no heads of {head_dim} for each of {n} ranks")
+    dtype, scatters = getattr(torch, problem.dtype), problem.op == "ulysses_scatter"
+    numel = problem.numel // n
+    if (numel, problem.dtype) not in _communicators:
+        _communicators[numel, problem.dtype] = comm.UlyssesCommunicator(
+            group=default_group(), max_elems=numel, dtype=dtype, device=device, backend="nvlink"
+        )
+    communicator = _communicators[numel, problem.dtype]
+    by_tokens, by_heads = (batch, tokens // n, width // head_dim), (batch, tokens, width // n // head_dim)
+    shape, result = (by_tokens, by_heads) if scatters else (by_heads, by_tokens)
+    move = communicator.scatter_heads if scatters else communicator.gather_heads
+
+    def run(inputs: Tensors) -> Tensors:
+        found = move(inputs[0].view(*shape, head_dim))
+        return (found.view(*result[:2], result[2] * head_dim),)
+
+    flat = (*shape[:2], shape[2] * head_dim)
+    yield Peer("nvlink", lambda: (torch.empty(flat, dtype=dtype, device=device),), run)
+
+
 _OPS = {"all_reduce": _all_reduce, "all_reduce_rms_norm": _norm}
+_MOVES = ("ulysses_scatter", "ulysses_gather")
 
 
 def peers(problem: Problem, device: torch.device) -> Iterator[Peer]:
     """Its one-shot without flags, with and without early launch, and its two-shot."""
     from flashinfer import comm
 
+    if problem.op in _MOVES:
+        if not hasattr(comm, "UlyssesCommunicator"):
+            raise LeftOut("this FlashInfer is older than UlyssesCommunicator")
+        if problem.dtype not in ("bfloat16", "float16", "float32"):
+            raise LeftOut(f"it is run for floating point numbers, not {problem.dtype}")
+        yield from _ulysses(comm, problem, device)
+        return
     if problem.op not in _OPS:
         raise LeftOut(f"no adapter for FlashInfer's {problem.op}")
     if not hasattr(comm, "create_allreduce_fusion_workspace"):

@@ -93,6 +93,8 @@ CHECKED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "reduce_scatter avg dim 1": (functools.partial(tunedcomm.reduce_scatter, op="avg", dim=1), [(2, 4)]),
     "all_to_all": (tunedcomm.all_to_all, [(4, 2)]),
     "broadcast": (functools.partial(tunedcomm.broadcast, src=1), [(4, 2)]),
+    "ulysses_scatter": (tunedcomm.ulysses_scatter, [(1, 2, 2, 1)]),
+    "ulysses_gather": (tunedcomm.ulysses_gather, [(1, 2, 1, 2)]),
     "ep_dispatch, ep_combine": (experts, [(3, 2), (3, 2)]),
     "all_reduce_bias": (tunedcomm.all_reduce_bias, [(2, 3), (3,)]),
     "all_reduce_rms_norm": (norm, [(2, 3), (3,), (3,), (2, 3)]),

@@ -26,7 +26,8 @@ FOUND_S = 10.0  # two seconds, and what a busy machine adds
 ENVIRONMENT = {**HOST, "TUNEDCOMM_PEER_TIMEOUT_S": str(PEER_TIMEOUT_S)}
 RANKS = Ranks(WORLD_SIZE, env=ENVIRONMENT, timeout=500, forget=False)
 MOVES = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"), (600,))
-SHAPES = {**MOVES, "ag_gemm": (63, 56, 72), "gemm_rs": (63, 56, 72), "gemm_ar": (40, 72, 40)}
+ATTENTION = {"dcp_combine": (5, 6, 8), "ulysses_scatter": (6, 2, 48), "ulysses_gather": (6, 2, 48)}
+SHAPES = {**MOVES, **ATTENTION, "ag_gemm": (63, 56, 72), "gemm_rs": (63, 56, 72), "gemm_ar": (40, 72, 40)}
 # The first has tests of its own, the second waits in the library.
 ELSEWHERE = ("hierarchical", "in_order")
 WAITING = [
@@ -40,9 +41,9 @@ WAITING = [
 @pytest.mark.parametrize("name", sample(WAITING, quick=12))
 def test_a_rank_that_does_not_come_is_named(rank: int, name: str) -> None:
     op, variant = name.split()
-    communicator, is_gemm = get_communicator(dist.new_group()), op not in MOVES
+    communicator, is_gemm = get_communicator(dist.new_group()), get_op(op).is_gemm
     dtype, reduction = "bfloat16" if is_gemm else "float32", next(iter(get_op(op).reductions), "")
-    layout = "nk" if is_gemm else ""
+    layout = "nk" if is_gemm else get_op(op).layouts[0]
     problem = Problem(op, SHAPES[op], dtype, WORLD_SIZE, reduction=reduction, layout=layout, mode="eager")
     mine = inputs_of_all(problem, 1, "random")[rank]
     launch_variant(communicator, problem, variant, mine)

@@ -37,10 +37,14 @@ def settings() -> tuple[int, str]:
 
 
 IDS = torch.tensor([[0, 3], [2, -1], [1, 2]])
-MOVES = ("all_gather", "all_to_all", "broadcast")
-COLLECTIVES = (*MOVES, "all_reduce", "reduce_scatter", "all_reduce_bias", "all_reduce_rms_norm")
+MOVES = ("all_gather", "all_to_all", "broadcast", "ulysses_scatter", "ulysses_gather")
+COLLECTIVES = (*MOVES, "dcp_combine", "all_reduce", "reduce_scatter", "all_reduce_bias", "all_reduce_rms_norm")
 GEMMS = ("ag_gemm", "ag_gemm_gathered", "ag_gemm_list", "gemm_rs", "gemm_ar")
-RESULTS = {"all_reduce_rms_norm": ("out", "residual_out"), "ag_gemm_gathered": ("out", "gathered")}
+RESULTS = {
+    "dcp_combine": ("out", "lse_out"),
+    "all_reduce_rms_norm": ("out", "residual_out"),
+    "ag_gemm_gathered": ("out", "gathered"),
+}
 
 
 def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -60,6 +64,9 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
         "reduce_scatter": (x, "avg", 1, *same),
         "all_to_all": (x, *same),
         "broadcast": (x, 1, *same),
+        "dcp_combine": (draw(rank, 3, 4, 8), draw(rank + 2, 3, 4), "2", *same),
+        "ulysses_scatter": (draw(rank, 2, 3, 4, 8), *same),
+        "ulysses_gather": (draw(rank, 2, 4, 3, 8), *same),
         "all_reduce_bias": (x, row, *same),
         "all_reduce_rms_norm": (x, row, row, x, None, 1e-6, None, *same),
         "all_reduce_rms_norm_quantized": (

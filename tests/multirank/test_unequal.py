@@ -47,6 +47,9 @@ def calls(rank: int, world_size: int) -> dict[str, tuple[Tensors, tuple[Any, ...
         "all_to_all": ((x,), ()),
         "all_to_all_v": ((x,), (counts, counts, 4)),
         "broadcast": ((x,), (1,)),
+        "dcp_combine": ((drawn(rank, 3, 2 * world_size, 8), drawn(rank, 3, 2 * world_size, seed=1)), ("e",)),
+        "ulysses_scatter": ((drawn(rank, 1, 2, world_size, 8),), ()),
+        "ulysses_gather": ((drawn(rank, 1, 2 * world_size, 1, 8),), ()),
         "all_reduce_bias": ((x, row), ()),
         "all_reduce_rms_norm": ((x, row, row, None, None), (1e-6, None)),
         "all_reduce_rms_norm_quantized": (

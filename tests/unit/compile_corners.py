@@ -92,6 +92,9 @@ def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: b
     width = ITEMSIZE[like.dtype]
     if get_op(like.op).rank_of_shape == 1:
         shapes: list[tuple[int, ...]] = [((1 << e) // width + (1 if tail else 0),) for e in range(4, 30)]
+    elif get_op(like.op).rank_of_shape == 3:  # default shapes, with other numbers of rows
+        usual = get_op(like.op).default_shapes("host" if tail else "cuda", width)
+        shapes = [(1 << e, *shape[1:]) for shape in usual for e in range(14)]
     elif get_op(like.op).rank_of_shape == 4:  # of mixtures of experts: tokens, hidden, top-k, experts
         rest = (128, 1, 24) if tail else (7168, 8, 240)
         shapes = [(count, *rest) for count in (1, 16, 64, 256, 4096)]
@@ -127,7 +130,7 @@ def every_corner(variant: Variant) -> list[Corner]:
     """All distinct binaries of the corners, in a fixed order."""
     found: dict[Corner, None] = {}
     spec = get_op(variant.op)
-    if spec.rank_of_shape == 3:
+    if spec.is_gemm:
         return gemm_corners(variant)
     reductions = [name for name in REDUCTIONS if name in spec.reductions] or [""]
     inputs = [(kind, in_place) for kind, in_place in INPUTS if spec.in_place or not in_place]
@@ -186,7 +189,7 @@ def covering(corners: Iterable[Corner], facts: Callable[[Corner], frozenset[Any]
 def chosen_of(variant: Variant) -> list[Corner]:
     """What is compiled of a variant."""
     corners = every_corner(variant)
-    return corners if get_op(variant.op).rank_of_shape == 3 else covering(corners)
+    return corners if get_op(variant.op).is_gemm else covering(corners)
 
 
 def sample_of(variant: Variant) -> list[Corner]:
@@ -238,6 +241,7 @@ def compiled(corner: Corner) -> dict[str, Any]:
     polled = re.findall(r'"[^"]*st\.relaxed\.sys[^"]*".*-> tensor<([\dx]+)xi32', kernel.asm["ttgir"])
     return {
         **described,
+        "elements_a_thread": max(map(int, re.findall(r"sizePerThread = \[(\d+)\]", kernel.asm["ttgir"])), default=1),
         "elements_polled": min((math.prod(map(int, shape.split("x"))) for shape in polled), default=0),
         **resources(kernel.asm["cubin"]),
         "target": next(iter(re.findall(r"^\.target (\w+)", ptx, re.M)), ""),

@@ -101,6 +101,8 @@ def about_resources(binary: dict[str, Any]) -> list[str]:
     threads = 32 * binary["num_warps"]
     if 0 < binary["elements_polled"] < threads:  # a slow warp's store may come after the reader has cleared the word
         found.append(f"{threads} threads store {binary['elements_polled']} elements that a peer polls more than once")
+    if binary["elements_polled"] and "GROUP" in binary and binary["elements_a_thread"] != 1:
+        found.append("packets that share a polled word may belong to several warps")
     if resident_blocks(binary["reg"], binary["shared"], threads, NUM_SMS, SHARED_OF_SM) < NUM_SMS:
         found.append(f"{threads} threads of {binary['reg']} registers do not fit on an SM")
     return found
@@ -118,7 +120,7 @@ def about_accesses(binary: dict[str, Any]) -> list[str]:
         if not any(re.fullmatch(rf"(multimem\.)?{kind}\.(\w+\.)*global\.v4\.[uf]32", opcode) for opcode in opcodes):
             found.append(f"no 16-byte {kind} among {sorted(opcodes)}")
     narrow = {op for op in opcodes if re.fullmatch(r"(ld|st)\.global\.(v2\.)?[bus](8|16|32)", op)}
-    if narrow and moves_whole_packets(binary) and "TOPK" not in binary:  # of experts: ids and counts are words
+    if narrow and moves_whole_packets(binary) and not {"TOPK", "HEADS"} & set(binary):  # ids, counts and LSEs are words
         found.append(f"moves full packets by {sorted(narrow)}")
     return found
 

@@ -84,20 +84,21 @@ def products_of(variant: Variant) -> Iterator[tuple[Problem, Config]]:
 def messages_of(variant: Variant) -> Iterator[tuple[Problem, Config]]:
     """Collectives and their configs."""
     total, mean = ("sum", "avg") if ops()[variant.op].reductions else ("", "")
+    layout = ops()[variant.op].layouts[0]
     for like, tail in (
         (Problem(variant.op, (1,), "bfloat16", 4, reduction=total), False),
         (Problem(variant.op, (1,), "float32", 3, reduction=mean, input_kind="symmetric"), True),
         (Problem(variant.op, (1,), "float16", 8, reduction=total, input_kind="symmetric", in_place=True), False),
     ):
         for config in compile_corners.end_points(variant):
-            problem = compile_corners.feasible_problem(variant, config, like, tail=tail)
+            problem = compile_corners.feasible_problem(variant, config, replace(like, layout=layout), tail=tail)
             if problem is not None:
                 yield problem, config
 
 
-@pytest.mark.parametrize(("rank", "cases"), [(0, messages_of), (3, products_of)])
+@pytest.mark.parametrize(("is_gemm", "cases"), [(False, messages_of), (True, products_of)])
 def test_bind_uses_the_binaries_that_were_compiled_ahead(
-    rank: int, cases: Any, monkeypatch: pytest.MonkeyPatch
+    is_gemm: bool, cases: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = compile_corners.variants_with_kernels()
     from tunedcomm.kernels.common.launch import BoundKernel
@@ -114,7 +115,7 @@ def test_bind_uses_the_binaries_that_were_compiled_ahead(
             monkeypatch.setattr(module, "bind_kernel", spy)
     compared: Counter[str] = Counter()
     for variant in every:
-        if (get_op(variant.op).rank_of_shape == 3) != (rank == 3):
+        if get_op(variant.op).is_gemm != is_gemm:
             continue
         for problem, config in cases(variant):
             bound.clear()

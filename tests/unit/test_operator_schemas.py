@@ -68,6 +68,8 @@ def results(op: str, tensors: list[Any], *options: Any) -> Any:
         ("reduce_scatter", [(8, 12)], ("avg", -1), [(8, 3)]),
         ("all_to_all", [(8, 12)], (), [(8, 12)]),
         ("all_reduce_bias", [(8, 12), (12,)], (), [(8, 12)]),
+        ("ulysses_scatter", [(2, 3, 8, 5)], (), [(2, 12, 2, 5)]),
+        ("ulysses_gather", [(2, 12, 2, 5)], (), [(2, 3, 8, 5)]),
         ("all_reduce_rms_norm", [(8, 12), (12,), None, (8, 12), None], (1e-6, None), [(8, 12), (8, 12)]),
     ],
 )

@@ -26,6 +26,8 @@ from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.dispatch.launches import Launch
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.op import Given, add_and_norm, form_of, given_of
+from tunedcomm.kernels.dcp_combine.merge import merged_fast
+from tunedcomm.kernels.dcp_combine.op import exchange_by_library
 from tunedcomm.kernels.gemm.op import (
     SCALED_MULTIPLE,
     gemm_layout,
@@ -359,6 +361,20 @@ def _compiled_norm(problem: Problem, device: torch.device, *, windows: bool = Fa
     yield Peer("in place", make, run)
 
 
+def _compiled_merge(problem: Problem, device: torch.device) -> Iterator[Peer]:
+    """NCCL's two exchanges, then one kernel of PyTorch's compiler that merges."""
+    if problem.op != "dcp_combine" or device.type != "cuda":
+        return
+    compiled, group = torch.compile(merged_fast, dynamic=False, fullgraph=True), default_group()
+    dtype = getattr(torch, problem.dtype)
+
+    def run(inputs: Tensors) -> Tensors:
+        out, lse = compiled(*exchange_by_library(problem, inputs, group), problem.layout, torch.float32)
+        return out.to(dtype), lse
+
+    yield Peer("", partial(get_op(problem.op).make_inputs, problem, 0, 0, "random", device), run)
+
+
 def _fused_gemm(problem: Problem, device: torch.device) -> Iterator[Peer]:
     """PyTorch's operators of asynchronous tensor parallelism. They return memory of their own, which is copied."""
     if device.type != "cuda" or problem.reduction not in ("", "sum", "avg"):
@@ -455,4 +471,5 @@ TORCH_PEERS = (
     Adapter("nccl_compiled_norm", _compiled_norm),
     Adapter("nccl_symmetric", nccl_symmetric.peers),
     Adapter("nccl_symmetric_compiled_norm", partial(_compiled_norm, windows=True)),
+    Adapter("nccl_compiled_merge", _compiled_merge),
 )

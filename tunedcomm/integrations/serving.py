@@ -14,12 +14,15 @@ To use it, put one into the slot after the engine has made its groups, on every 
     communicator.ca_comm = tunedcomm.ServingAllReduce(communicator.device_group)
 
 `examples/vllm_all_reduce.py` and `examples/sglang_all_reduce.py` do so with engines of a few lines.
+
+`dcp_a2a_lse_reduce` stands in for vLLM's function of that name.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,7 @@ from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations import after_warmup
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
+from tunedcomm.ops.attention import dcp_combine
 from tunedcomm.ops.call import paths
 from tunedcomm.ops.checks import check_tensor
 from tunedcomm.ops.collectives import all_reduce
@@ -133,3 +137,31 @@ class ServingAllReduce:
     def asked(self) -> dict[RoutedCall, int]:
         """Kinds of tensors that were asked about, with what would serve them and why, to how often."""
         return self._routed.counts()
+
+
+def dcp_a2a_lse_reduce(
+    cp_attn_out: torch.Tensor,
+    cp_attn_lse: torch.Tensor,
+    cp_group: Any,
+    ctx: Any = None,
+    return_lse: bool = False,
+    is_lse_base_on_e: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`dcp_combine` with the arguments of vLLM's function of that name (`vllm/v1/attention/ops/dcp_alltoall.py`).
+
+    Args:
+        cp_attn_out: this rank's partial outputs, [B, H, D].
+        cp_attn_lse: their LSEs, [B, H], of any floating-point dtype.
+        cp_group: an object whose `device_group` is the process group, as vLLM's GroupCoordinator.
+        ctx: ignored, as by vLLM's.
+        return_lse: return the LSE, too.
+        is_lse_base_on_e: the LSEs are natural logarithms, else of base 2.
+
+    Returns:
+        [B, H/n, D], or a pair of it and its LSE [B, H/n] in fp32.
+
+    Raises:
+        UnsupportedInputError, PeerTimeoutError: as `dcp_combine`.
+    """
+    base, group = "e" if is_lse_base_on_e else "2", cp_group.device_group
+    return dcp_combine(cp_attn_out, cp_attn_lse.float(), base=base, return_lse=return_lse, group=group)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ neither has weights; those that travel along go to all ranks, so their gradient 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -81,6 +82,40 @@ def reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def all_to_all(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """The gradient of `all_to_all`."""
     return (_ops.all_to_all(grad, *ctx.settings),)
+
+
+def ulysses_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `ulysses_scatter`."""
+    return (_ops.ulysses_gather(grad, *ctx.settings),)
+
+
+def ulysses_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `ulysses_gather`."""
+    return (_ops.ulysses_scatter(grad, *ctx.settings),)
+
+
+def keep_merged(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the inputs, the result and its LSE."""
+    ctx.save_for_backward(*inputs[:2], *output)
+
+
+def dcp_combine(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
+    """With a = b^(l − L) the share of this rank's x: x' = a·y', l' = a·(ln b · y'·(x − y) + L'), for all heads.
+
+    y', L' and y belong to the ranks that have the heads, so they are gathered; of y only y'·y is.
+    """
+    x, lse, out, lse_out = ctx.saved_tensors
+    wants_x, wants_lse, *_ = ctx.needs_input_grad  # of this rank alone: all exchanges are made
+    (base,), (group_size, group, _, max_sms) = ctx.options, ctx.settings
+    rest, per_bit = (group_size, group, max_sms), math.log(2) if base == "2" else 1.0
+    constant = grad_lse - per_bit * (grad.float() * out.float()).sum(-1)
+    every_grad = _ops.all_gather(grad, 1, *rest).float()
+    total, constant = _ops.all_gather(torch.stack([lse_out, constant]), 2, *rest)
+    counts = lse.isfinite()
+    share = torch.where(counts, torch.exp((torch.where(counts, lse, 0.0) - total) * per_bit), 0.0)
+    dots = (every_grad * x.float().masked_fill(~counts.unsqueeze(-1), 0.0)).sum(-1)
+    grad_x = (share.unsqueeze(-1) * every_grad).to(x.dtype) if wants_x else None
+    return grad_x, torch.where(counts, share * (per_bit * dots + constant), 0.0) if wants_lse else None
 
 
 def keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -460,6 +460,67 @@ def store_word(address, word, mask):
 
 
 @triton.constexpr_function
+def _poll_both_asm(n):
+    """PTX that loads one packet and one word of each of `n` slots until no word of any is the sentinel.
+
+    Operands: 5n outputs, then address of the packet in slot 0, slot stride, address of the word in slot 0, slot stride,
+    mask, slot to skip, timeout, status.
+    """
+    words = 5 * n
+    address, stride, beside, beside_stride, mask, skip, timeout, status = (f"${words + i}" for i in range(8))
+    lines = ["{", _WAIT_REGISTERS]
+    lines += [f".reg .pred use{i};" for i in range(n)] + [f".reg .u64 a{i}, b{i};" for i in range(n)]
+    lines += [f"mov.u32 ${i}, 0;" for i in range(words)]
+    lines += [f"setp.ne.u32 active, {mask}, 0;", f"mov.u64 a0, {address};", f"mov.u64 b0, {beside};"]
+    for i in range(1, n):
+        lines += [f"add.u64 a{i}, a{i - 1}, {stride};", f"add.u64 b{i}, b{i - 1}, {beside_stride};"]
+    lines += [f"setp.ne.and.s64 use{i}, {skip}, {i}, active;" for i in range(n)]
+    poll, missed = [], []
+    for i in range(n):
+        outs = ", ".join(f"${5 * i + w}" for w in range(4))
+        poll.append(f"@use{i} ld.relaxed.sys.global.v4.u32 {{{outs}}}, [a{i}];")
+        poll.append(f"@use{i} ld.relaxed.sys.global.u32 ${5 * i + 4}, [b{i}];")
+    for i in range(n):
+        poll.append(f"setp.eq.u32 use{i}, ${5 * i}, 0x80000000;")
+        poll += [f"setp.eq.or.u32 use{i}, ${5 * i + w}, 0x80000000, use{i};" for w in range(1, 5)]
+        missed += [f"and.pred bad, use{i}, late;", f"@bad st.volatile.global.u32 [block+{4 + 4 * i}], number;"]
+    poll.append("mov.pred any, use0;")
+    poll += [f"or.pred any, any, use{i};" for i in range(1, n)]
+    lines += [_bounded_loop(poll, missed, timeout, status), "}"]
+    return "\n".join(lines)
+
+
+@triton.jit
+def poll_packets_and_words(
+    address, slot_bytes, beside, beside_bytes, mask, skip, timeout_ns, status, WORLD_SIZE: tl.constexpr
+):  # fmt: skip
+    """`poll_packets` of packets that have a word beside them; 5 × WORLD_SIZE words, slot by slot, the word last.
+
+    Args:
+        beside: int64 tensor, the word's place in slot 0; slot i lies i × `beside_bytes` further. Packets may share a
+            word; those of one warp have all read it when the call ends.
+        address, slot_bytes, mask, skip, timeout_ns, status: as for `poll_packets`.
+    """
+    if INTERPRET:
+        words = ()
+        for i in tl.static_range(WORLD_SIZE):
+            ranks = tl.zeros(address.shape, tl.int32) + i
+            words = words + poll_from(address + i * slot_bytes, mask & (skip != i), ranks, timeout_ns, status)
+            slots = (mask & (skip != i)).to(tl.int32) << i
+            words = words + (poll_words(beside, beside_bytes, slots, timeout_ns, status, WORLD_SIZE)[i],)
+        return words
+    else:
+        return tl.inline_asm_elementwise(
+            _poll_both_asm(WORLD_SIZE),
+            _outs(5 * WORLD_SIZE, "l,l,l,l,r,l,l,l"),
+            [address, slot_bytes, beside, beside_bytes, mask.to(tl.int32), skip, timeout_ns, status],
+            dtype=_u32s(5 * WORLD_SIZE),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.constexpr_function
 def _poll_from_asm():
     """PTX that loads one packet until no word of it is the sentinel.
 
