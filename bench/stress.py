@@ -59,10 +59,11 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.kernels.common.packets import ESCAPE
+from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, OpSpec, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.gang.ranks import join_group
-from tunedcomm.tuner.measure.correctness import GUARD_BYTES, Guarded, fill_sentinel, guard, make_case
+from tunedcomm.tuner.measure.correctness import GUARD_BYTES, Guarded, guard, make_case
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 

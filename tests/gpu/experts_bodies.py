@@ -12,8 +12,8 @@ from bodies import captured, same_bits, stream
 
 import tunedcomm
 from tunedcomm.dispatch.groups import get_communicator
+from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
-from tunedcomm.tuner.measure.correctness import fill_sentinel
 
 SHAPES = (
     (1, 7168, 8, 256), (16, 7168, 8, 256), (5, 128, 3, 24), (64, 7168, 8, 256), (128, 4096, 8, 64), (300, 256, 1, 8),

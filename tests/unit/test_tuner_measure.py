@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tunedcomm import kernels
+from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.spec import Problem, get_op
 from tunedcomm.tuner.gang.group import Trouble, Vote, combine
 from tunedcomm.tuner.gang.protocol import TrialResult
@@ -23,7 +24,6 @@ from tunedcomm.tuner.measure.correctness import (
     LARGE_BYTES,
     Case,
     Judgement,
-    fill_sentinel,
     judge,
     make_case,
     odd_problems,

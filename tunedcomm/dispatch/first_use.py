@@ -31,6 +31,7 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.launches import Launch, fault_of, fresh_copies, no_intercept, norm_of
 from tunedcomm.errors import GroupAbortedError, InfeasibleError, PeerTimeoutError, WorkspaceError
 from tunedcomm.kernels import source_hash_of
+from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.metrics import format_us
 from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Check, CheckStatus
@@ -211,8 +212,8 @@ def _call(communicator: Communicator, sample: Problem, kind: str) -> _Call:
     inputs: _Tensors = spec.make_inputs(sample, communicator.rank, _SEED, kind, device)
     outputs = inputs if sample.in_place else spec.make_outputs(sample, device)
     copies, expected = fresh_copies(inputs, outputs)
-    for tensor in (*outputs, *expected) if not sample.in_place else ():
-        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+    if not sample.in_place:
+        fill_sentinel((*outputs, *expected))
     return _Call(inputs, outputs, copies, expected)
 
 

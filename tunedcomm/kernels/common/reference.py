@@ -263,3 +263,11 @@ def register_move(
             model_shapes=model_shapes,
         )
     )
+
+
+def fill_sentinel(tensors: Sequence[torch.Tensor]) -> None:
+    """Fill outputs with a value that no right result holds: NaN, or the least whole number."""
+    import torch
+
+    for tensor in tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)

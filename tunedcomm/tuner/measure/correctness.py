@@ -133,12 +133,6 @@ def make_case(op: OpSpec, problem: Problem, rank: int, *, kind: str, seed: int, 
     return Case(kind, everyone[rank], expected, exact, bits)
 
 
-def fill_sentinel(tensors: Sequence[torch.Tensor]) -> None:
-    """Fill outputs with a value that no right result holds: NaN, or the least whole number."""
-    for tensor in tensors:
-        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Guarded:
     """A tensor and the guard bytes around it, which no launch may write.

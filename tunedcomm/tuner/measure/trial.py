@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
+from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
 from tunedcomm.state import clean_process
 from tunedcomm.tuner.gang.group import Gang, Trouble, Vote, combine
@@ -149,7 +150,7 @@ class ProblemTensors:
         for buffer, values in zip(inputs, case.inputs, strict=True):
             buffer.copy_(values)
         if not self.problem.in_place:
-            check.fill_sentinel(outputs)
+            fill_sentinel(outputs)
 
     def repeat(self, launch: Launch, count: int) -> None:
         """Launch `count` times with the current inputs, and wait."""
