@@ -21,7 +21,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What is imported is compiled then; all of torch would take half a minute.
 INSTALL := $(PIP) install --quiet --no-compile
 
-.PHONY: help demo test test-all test-torch lint docs figures build wheel-check clean oldest-triton
+# Where `make engines` keeps Python files of vLLM and SGLang, which tests/multirank/test_engine_packages.py imports.
+export ENGINES ?= /tmp/tunedcomm-engines
+ENGINE_VERSIONS := vllm==0.33.0 vllm==0.28.0 sglang==0.5.23 sglang==0.5.18
+
+.PHONY: help demo test test-all test-torch lint docs figures build wheel-check clean oldest-triton engines
 
 help:
 	@echo "make demo   install, tune all_reduce on this machine, show what was won and why, and check the sums"
@@ -30,6 +34,7 @@ help:
 	@echo "make test-torch TORCH=2.14.1  the tests that touch torch's internals, under that torch in .venv-torch-2.14.1"
 	@echo "make lint   ruff, mypy, import contracts, spelling"
 	@echo "make oldest-triton  the Triton that 'make test-all' compiles with besides the installed one, in $(OLDEST)"
+	@echo "make engines  fetch vLLM and SGLang (700 MB) and keep their Python files in $(ENGINES), for the tests of engines"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make figures  the generated parts of the pages and the plot: reference from the code, tables from bench/results"
 	@echo "make build  wheel and source distribution in dist/"
@@ -58,6 +63,9 @@ $(OLDEST)/.installed-$(OLDEST_TRITON): | $(VENV)/.installed
 	@touch $@
 
 oldest-triton: $(OLDEST)/.installed-$(OLDEST_TRITON)
+
+engines: $(VENV)/.installed
+	for version in $(ENGINE_VERSIONS); do $(BIN)/python tests/engine_packages.py $$version || exit 1; done
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/tunedcomm demo --db $(DEMO_DB)

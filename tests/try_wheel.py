@@ -45,6 +45,9 @@ def main() -> None:
     assert about["License-Expression"] == "BSD-3-Clause", about["License-Expression"]
     files = importlib.metadata.files("tunedcomm") or []
     assert any(file.name == "LICENSE" for file in files), "the wheel holds no licence"
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        (entry,) = importlib.metadata.entry_points(group=group, name="tunedcomm")
+        entry.load()()
     command = str(Path(sys.executable).with_name("tunedcomm"))
     doctor = subprocess.run([command, "doctor", "--json"], capture_output=True, text=True, check=False)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr

@@ -213,6 +213,15 @@ debug = Setting(
     "they differ, `AgreementError` says in what on every rank and nothing is launched. For finding errors: every call "
     "waits for all ranks. All ranks of a group must agree on it.",
 )
+engines = Setting(
+    name="TUNEDCOMM_ENGINES",
+    default=True,
+    default_in_words="1",
+    parse=_yes_or_no,
+    allowed="`1` for yes, `0` for no",
+    meaning="Serves the collectives of vLLM and SGLang, which load tunedcomm by its entry points. `0` leaves every "
+    "engine alone. Set it to the same value on all ranks.",
+)
 _force: Setting[str | None] = Setting(
     name="TUNEDCOMM_FORCE_<OP>",
     default=None,

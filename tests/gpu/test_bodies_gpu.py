@@ -35,6 +35,7 @@ BODIES: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("fused_bodies", "public chain", (2, 4), {}),
     ("gemm_bodies", "calls", (2, 3, 4), {"timeout": 300.0}),
     ("gemm_bodies", "kept", (2, 4), {"timeout": 120.0}),
+    ("engine_bodies", "vllm deterministic", (2, 4), {}),
     ("state_bodies", "surroundings", (2,), LONG),
     ("state_bodies", "interrupted", (2,), {}),
     *(("gemm_bodies", "chain", (2, 4), {**LONG, "GEMM_OP": op}) for op in GEMMS),

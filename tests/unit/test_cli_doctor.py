@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli_samples import run
+from cli_samples import real_trial, record, run
 from db_samples import H200, problem, trial
 from programs import python
 
@@ -219,3 +219,47 @@ def test_a_package_whose_import_does_not_end_is_named(tmp_path: Path) -> None:
     (stuck,) = [line for line in lines if line["level"] == "fail" and line["name"] == "variants"]
     assert "nice-variants" in stuck["detail"]
     assert lines[-1]["name"] != "variants", "the checks after it are made, too"
+
+
+ENGINE_FILES = {
+    "vllm/platforms/cuda.py": "class CudaPlatformBase:\n    def get_device_communicator_cls(): ...\n",
+    "vllm/compilation/passes/fusion/allreduce_rms_fusion.py": "if 1:\n  def call_trtllm_fused_allreduce_norm(): ...\n",
+    "vllm/distributed/device_communicators/cuda_communicator.py": "class CudaCommunicator:\n"
+    + "".join(f"    def {n}(): ...\n" for n in ("all_reduce", "all_gather", "custom_all_gather", "all_gatherv")),
+}
+
+
+def test_an_installed_engine_is_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines() -> dict[str, tuple[str, str]]:
+        return {line.name: (line.level, line.detail) for line in doctor.check_engine("vllm")}
+
+    assert lines()["vllm"] == ("warn", "is not installed")
+    for name, text in ENGINE_FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('not to be imported')\n")
+    for package, entries in (
+        ("vllm", ""),
+        ("other", "[vllm.general_plugins]\ntunedcomm = tunedcomm_plugin:register\n"),
+    ):
+        info = tmp_path / f"{package}-0.28.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.28.1\n")
+        (info / "entry_points.txt").write_text(entries)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record(tmp_path / "tuned.db", real_trial("host_one_shot", 5.0, environment=doctor.environment_here()))
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(tmp_path / "tuned.db"))
+    found = lines()
+    assert found["vllm"] == ("ok", "0.28.1; tested with 0.28 to 0.33")
+    assert found["entry point"][0] == "ok"
+    assert "of 1 measured problems" in found["all_reduce"][1]
+    assert found["all_gather"] == ("warn", "all_gather, custom_all_gather, all_gatherv: nothing measured")
+    assert "has no custom_reduce_scatter, reduce_scatter, reduce_scatterv" in found["reduce_scatter"][1]
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert lines()["entry point"][0] == "warn"
+    monkeypatch.setenv("VLLM_PLUGINS", "tunedcomm,other")
+    assert lines()["entry point"][0] == "ok"
+    monkeypatch.setenv("TUNEDCOMM_ENGINES", "0")
+    assert "TUNEDCOMM_ENGINES" in lines()["entry point"][1]
+    assert run("doctor", "--engine", "vllm").code == 0
+    assert run("doctor", "--engine", "trl").code == 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.metadata
+import importlib.util
 import itertools
 import os
 import platform
@@ -12,7 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -35,14 +40,22 @@ IMPORT_S, NOTE_S = 20.0, 2.0
 _NONE_HERE = "tune it: tunedcomm tune --op all_reduce"
 
 
-def doctor(*, borrow: BorrowOption = None, as_json: JsonOption = False) -> None:
+EngineOption = Annotated[
+    Literal["vllm", "sglang"] | None,
+    typer.Option(help="Show what this engine would ask tunedcomm, in its order, and which of it is tuned here."),
+]
+
+
+def doctor(*, engine: EngineOption = None, borrow: BorrowOption = None, as_json: JsonOption = False) -> None:
     """Check versions, GPUs, links, memory, databases and settings. Exit code 1 if something must be fixed.
 
     Example: tunedcomm doctor
 
+    Example: tunedcomm doctor --engine vllm
+
     Example: tunedcomm doctor --borrow H100
     """
-    lines = run_checks(borrow=borrowed(borrow))
+    lines = run_checks((partial(check_engine, engine),)) if engine else run_checks(borrow=borrowed(borrow))
     show([line._asdict() for line in lines], [checkup(lines)], as_json=as_json)
     if any(line.level == "fail" for line in lines):
         raise typer.Exit(1)
@@ -333,6 +346,110 @@ def check_variables() -> Iterator[Line]:
         yield Line("variables", "ok", f"none of {settings.PREFIX}* is set")
 
 
+# Of an engine: the entry point group, the variable that lists plug-ins, and its calls in its order: the op that serves
+# them ("" for a hook alone), and the file, class and functions that are hooked.
+_VLLM = "distributed/device_communicators/cuda_communicator.py", "CudaCommunicator"
+_SGLANG = "srt/distributed/parallel_state.py", "GroupCoordinator"
+_NORM = "all_reduce_rms_norm"
+_ENGINES = {
+    "vllm": (
+        "vllm.general_plugins",
+        "VLLM_PLUGINS",
+        (
+            ("", "platforms/cuda.py", "CudaPlatformBase", "get_device_communicator_cls"),
+            (_NORM, "compilation/passes/fusion/allreduce_rms_fusion.py", "", "call_trtllm_fused_allreduce_norm"),
+            ("all_reduce", *_VLLM, "all_reduce"),
+            ("all_gather", *_VLLM, "all_gather custom_all_gather all_gatherv"),
+            ("reduce_scatter", *_VLLM, "reduce_scatter custom_reduce_scatter reduce_scatterv"),
+        ),
+    ),
+    "sglang": (
+        "sglang.srt.plugins",
+        "SGLANG_PLUGINS",
+        (
+            ("", "srt/plugins/hook_registry.py", "HookRegistry", "register apply_hooks"),
+            (
+                _NORM,
+                "srt/layers/flashinfer_comm_fusion.py",
+                "",
+                "flashinfer_allreduce_residual_rmsnorm resolve_fusion_group",
+            ),
+            ("all_reduce", *_SGLANG, "_all_reduce_out_place _flashinfer_allreduce _all_reduce_in_place"),
+            ("all_gather", *_SGLANG, "_all_gather_into_tensor all_gatherv"),
+            ("reduce_scatter", *_SGLANG, "_reduce_scatter_tensor reduce_scatterv"),
+        ),
+    ),
+}
+
+
+def check_engine(engine: str) -> Iterator[Line]:
+    """An installed engine: its version, the entry point, and of every hooked call what is tuned. Imports none of it."""
+    import tunedcomm_plugin
+
+    group, variable, calls = _ENGINES[engine]
+    spec, tested = importlib.util.find_spec(engine), tunedcomm_plugin.TESTED[engine]
+    if spec is None or not spec.submodule_search_locations:
+        yield Line(engine, "warn", "is not installed", f"install it in this environment; tested with {engine} {tested}")
+        return
+    version, (first, last) = version_of(engine), map(_parsed, tested.split(" to "))
+    is_tested = first <= _parsed(version) and _parsed(version)[: len(last)] <= last
+    fix = "" if is_tested else "if it is wrong or warns, set TUNEDCOMM_ENGINES=0 and report it"
+    yield Line(engine, "ok" if is_tested else "warn", f"{version}; tested with {tested}", fix)
+    found = [
+        entry for entry in importlib.metadata.entry_points(group=group) if entry.value.startswith("tunedcomm_plugin")
+    ]
+    listed = os.environ.get(variable)
+    if not found:
+        yield Line("entry point", "fail", f"tunedcomm has none in {group}", "install tunedcomm again")
+    elif not settings.engines():
+        yield Line("entry point", "warn", "switched off by TUNEDCOMM_ENGINES", "unset it")
+    elif listed is not None and (listed or engine == "vllm") and found[0].name not in listed.split(","):
+        yield Line("entry point", "warn", f"{variable}={listed} leaves it out", f"add {found[0].name} to {variable}")
+    else:
+        yield Line("entry point", "ok", f"{found[0].name} in {group}")
+    for op, file, owner, names in calls:
+        path = Path(spec.submodule_search_locations[0], file)
+        missing = sorted(set(names.split()) - _defined(path, owner)) if path.exists() else names.split()
+        if missing:
+            yield Line(
+                op or "hook", "warn", f"{engine} {version} has no {', '.join(missing)}", f"use {engine} {tested}"
+            )
+        elif op:
+            tuned = _tuned_calls(op)
+            fix = "" if tuned else f"tune it: tunedcomm tune --op {op}"
+            yield Line(op, "ok" if tuned else "warn", f"{', '.join(names.split())}: {tuned or 'nothing measured'}", fix)
+
+
+def _defined(path: Path, owner: str) -> set[str]:
+    """Functions that a file defines, or those of one class in it."""
+    tree: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
+    if owner:
+        tree = next((n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner), ast.Module([], []))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def _tuned_calls(op: str) -> str:
+    """Measured problems of an op on this machine, by number of ranks: how many a kernel serves, from which layers."""
+    from tunedcomm.db.layers import load_snapshot
+    from tunedcomm.dispatch.dispatcher import decide
+    from tunedcomm.symm.layout import limits_for
+
+    machine, layers = environment_here(), read_layers(None)
+    sizes = read_each(layers, lambda database: {problem.world_size for problem in database.problems()}, is_quiet=True)
+    told = []
+    for num_ranks in sorted(set().union(*(found for _, found in sizes))):
+        snapshot = load_snapshot(machine, num_ranks, layers=layers)
+        problems = {row.problem for row in snapshot.rows if row.problem.op == op}
+        decisions = [decide(problem, snapshot, limits_for(machine, num_ranks)) for problem in problems]
+        served = [decision for decision in decisions if decision.candidate.variant != "library"]
+        if problems:
+            named = ", ".join(sorted({decision.layer for decision in served if decision.layer}))
+            told.append(
+                f"{num_ranks} ranks: {len(served)} of {len(problems)} measured problems" + f" ({named})" * bool(named)
+            )
+    return "; ".join(told)
+
+
 CHECKS: tuple[Callable[[], Iterator[Line]], ...] = (
     check_versions,
     check_gpus,
@@ -346,7 +463,7 @@ CHECKS: tuple[Callable[[], Iterator[Line]], ...] = (
 
 def run_checks(checks: Sequence[Callable[[], Iterator[Line]]] = CHECKS, *, borrow: Sequence[str] = ()) -> list[Line]:
     """Every check's lines; one that raises becomes a failed line of its own, so that the others are still seen."""
-    named = [(check.__name__.removeprefix("check_"), check) for check in checks]
+    named = [(getattr(check, "__name__", "engine").removeprefix("check_"), check) for check in checks]
     found: list[Line] = []
     for name, check in [*named, *([("borrowing", lambda: check_borrowing(borrow))] if borrow else [])]:
         try:

@@ -57,7 +57,7 @@ from tunedcomm.dispatch.groups import get_communicator, is_dry_run
 from tunedcomm.dispatch.launches import Job, Queue, intercepted, may_intercept, no_intercept, put_off, when_due
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations import after_warmup, check_torch
-from tunedcomm.ops.adapter import OpAdapter, TorchCall, TorchServe
+from tunedcomm.ops.adapter import OpAdapter, Tensors, TorchCall, TorchServe
 from tunedcomm.ops.call import forget_last, leave, paths
 from tunedcomm.ops.fast_call import is_capturing
 from tunedcomm.spec import NumericsPolicy, admits, get_variant
@@ -151,7 +151,14 @@ class RoutedGroup:
         return known
 
     def serves(
-        self, call: str, adapter: OpAdapter, x: torch.Tensor, options: tuple[Any, ...], *, in_place: bool = False
+        self,
+        call: str,
+        adapter: OpAdapter,
+        x: torch.Tensor,
+        options: tuple[Any, ...],
+        *,
+        in_place: bool = False,
+        others: Tensors = (),
     ) -> Routing | None:
         """Count a call of the operator `call`, which is tunedcomm's op of `x`; None if the library serves it.
 
@@ -160,6 +167,7 @@ class RoutedGroup:
             adapter: of the op.
             x, options: a tensor and options that are alike on all ranks.
             in_place: the result takes the input's place.
+            others: the op's other inputs; `options` tell calls with and without them apart.
         """
         if x.is_nested:  # it has no shape
             return None
@@ -168,7 +176,7 @@ class RoutedGroup:
         key = (call, adapter.op, options, x.shape, x.dtype, x.device, x.layout, capturing, policy)
         routing = self._routings.get(key)
         if routing is None:
-            routing = self._decide(call, adapter, x, options, in_place)
+            routing = self._decide(call, adapter, (x, *others), options, in_place)
             # A problem first met in a capture goes to the library in this graph only.
             if not capturing or routing.served:
                 self._routings[key] = routing
@@ -216,9 +224,9 @@ class RoutedGroup:
         self._communicator = None
 
     def _decide(
-        self, call: str, adapter: OpAdapter, x: torch.Tensor, options: tuple[Any, ...], in_place: bool
+        self, call: str, adapter: OpAdapter, inputs: Tensors, options: tuple[Any, ...], in_place: bool
     ) -> Routing:
-        plan, by, op = None, "", adapter.op
+        plan, by, op, x = None, "", adapter.op, inputs[0]
         problem, why = (
             f"{op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}",
             self._unfit(adapter, x, options),
@@ -226,7 +234,8 @@ class RoutedGroup:
         if not why:
             try:
                 with torch.no_grad():
-                    plan = paths[op].planned((x,), options, self.group, self.policy(adapter), in_place=in_place)
+                    path = paths[adapter.operator]
+                    plan = path.planned(inputs, options, self.group, self.policy(adapter), in_place=in_place)
             except UnsupportedInputError as error:
                 why = str(error)
         if why and adapter.reduces and options[0] in ("sum", "avg") and self._must_be_ordered(x):
@@ -397,7 +406,9 @@ class _Waiting:
         return True if self._outcome is None else self._outcome
 
 
-def _run(of: RoutedGroup, adapter: OpAdapter, serve: TorchServe, x: torch.Tensor, out: torch.Tensor | None) -> Any:
+def run_served(
+    of: RoutedGroup, adapter: OpAdapter, serve: TorchServe, x: torch.Tensor, out: torch.Tensor | None
+) -> Any:
     """The op's result in a new tensor or in `out`, which may have any strides, share memory with `x`, or be `x`."""
     path, numerics = paths[adapter.op], of.policy(adapter)
     if out is None:
@@ -429,7 +440,7 @@ def _run(of: RoutedGroup, adapter: OpAdapter, serve: TorchServe, x: torch.Tensor
 _NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 _REDUCTIONS = {int(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
 # Right above the kernels of devices, below autograd's, and where none of these operators has a kernel of torch's.
-_KEY = "BackendSelect"
+KEY = "BackendSelect"
 
 
 def _routed(group: Any) -> RoutedGroup | None:
@@ -506,7 +517,7 @@ class _Reader:
         routing = of.serves(self.name, adapter, serve.like, common, in_place=self._in_place)
         if routing is None:
             return None
-        run = partial(_run, of, adapter, serve, x, out)
+        run = partial(run_served, of, adapter, serve, x, out)
         if self.is_functional:
             return partial(_functional, of, routing, run, out)
         is_async, results = values[self._async], [out] if results is None else results
@@ -617,7 +628,7 @@ def _register() -> None:
         libraries = {namespace: make(namespace, "IMPL") for namespace in ("c10d", "_c10d_functional")}
         for reader in _readers():
             namespace, name = reader.name.split("::")
-            libraries[namespace].impl(name, _kernel(reader), _KEY, with_keyset=True)
+            libraries[namespace].impl(name, _kernel(reader), KEY, with_keyset=True)
         _libraries.extend(libraries.values())
         intercepted.append(True)
     _device_keys.update(wanted)

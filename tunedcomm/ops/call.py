@@ -384,9 +384,10 @@ class CallPath(Generic[Result]):
         """
         communicator = self.communicator(inputs[0], group)
         for name, tensor in zip(self.adapter.inputs, inputs, strict=True):
-            check_input(self.adapter.op, tensor, name)
+            if tensor is not None:
+                check_input(self.adapter.op, tensor, name)
         self.adapter.check(inputs, options, communicator.world_size)
-        inputs = tuple(tensor.detach() for tensor in inputs)
+        inputs = tuple(map(detached, inputs))
         with current(communicator.device):
             signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
             return self._plan(communicator, inputs, signature, in_place=in_place, symmetric=False)[0]

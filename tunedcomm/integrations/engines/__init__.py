@@ -1,0 +1,1 @@
+"""tunedcomm inside serving engines: `tunedcomm_plugin` imports this when an engine makes its first process group."""
