@@ -30,7 +30,7 @@ def test_every_op_is_an_operator() -> None:
     assert all(operator.gradient for operator in operators.values())
     assert OPS.ag_gemm_list.overloads() == ["default"]
     for op in SERVED:
-        assert hasattr(tunedcomm, op.removesuffix("_gathered").removesuffix("_quantized"))
+        assert hasattr(tunedcomm, op.removesuffix("_gathered").removesuffix("_quantized").removesuffix("_tokens"))
         assert sorted(getattr(OPS, op).overloads()) == ["default", "out"]
 
 
