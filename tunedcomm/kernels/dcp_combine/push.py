@@ -34,7 +34,7 @@ from tunedcomm.spec import Limits, Problem
 
 
 @triton.jit
-def push_kernel(
+def push_merge_kernel(
     x, lse, out, lse_out, total, local, peers, rank, timeout_ns, status, gather, num_chunks,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BASE: tl.constexpr, HEADS: tl.constexpr, ROW: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -116,7 +116,7 @@ def push_kernel(
 class Push(CombineVariant, RingVariant, registered=True):
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped; for more tokens"
-    kernels = (push_kernel,)
+    kernels = (push_merge_kernel,)
     space = Space({**PUSH_GRID, "items": Choice(1, 2), "num_chunks": PowerOfTwo(1, 16)})
     trailing_arguments = ("gather", "num_chunks")
     ring = RING.value
@@ -128,8 +128,9 @@ class Push(CombineVariant, RingVariant, registered=True):
         return problem.world_size - 1
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if packets_a_block(config) * problem.world_size > 2048:
-            return f"{packets_a_block(config)} packets a block at once from {problem.world_size} ranks spill registers"
+        of_thread = int(config["items"]) * problem.world_size
+        if of_thread > (2 if packets_a_block(config) > 256 * int(config["items"]) else 8):
+            return f"{of_thread} packets at once in each of {32 * int(config['num_warps'])} threads spill registers"
         return self.refuse_ring(problem, config, limits)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
