@@ -352,6 +352,7 @@ class Variant:
             spinning.
         default_beats_library: `(problem, limits)` to True where its default config is known to beat the library without
             a measurement; dispatch runs that config until something is measured.
+        same_in_both_modes: `infeasible` and `num_blocks` give the same answer in graphs and in eager calls.
     """
 
     op: str
@@ -369,6 +370,7 @@ class Variant:
     version: int = 1
     waits_time_out: bool = True
     default_beats_library: Callable[[Problem, Limits], bool] = field(default=lambda problem, limits: False)
+    same_in_both_modes: bool = False
 
     @property
     def is_library(self) -> bool:
@@ -422,10 +424,11 @@ _warned: set[tuple[str, str, str]] = set()
 class Candidate:
     """A variant's name with one of its configs."""
 
-    # Hash and name are kept, since a choice asks for them hundreds of times. As fields `asdict` would show them.
-    __slots__ = ("_hash", "_name", "config", "op", "variant")
+    # Hash, name and valid config are kept, since a choice asks for them often. As fields `asdict` would show them.
+    __slots__ = ("_hash", "_name", "_valid", "config", "op", "variant")
     _hash: ClassVar[int]
     _name: ClassVar[str]
+    _valid: ClassVar[tuple[Variant, dict[str, Value]] | None]
 
     op: str
     variant: str
@@ -434,6 +437,7 @@ class Candidate:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.op, self.variant, self.config)))
         object.__setattr__(self, "_name", "")
+        object.__setattr__(self, "_valid", None)
 
     def __hash__(self) -> int:
         return self._hash
@@ -450,6 +454,17 @@ class Candidate:
     @property
     def config_dict(self) -> dict[str, Value]:
         return dict(self.config)
+
+    def validate(self, variant: Variant) -> dict[str, Value]:
+        """The config as a point of the variant's space; looked at once.
+
+        Raises:
+            ConfigError: it is not in the space.
+        """
+        if self._valid is None or self._valid[0] is not variant:
+            object.__setattr__(self, "_valid", (variant, variant.space.validate(self.config_dict)))
+            assert self._valid is not None
+        return dict(self._valid[1])
 
     def __str__(self) -> str:
         if not self._name:
@@ -545,7 +560,7 @@ def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, b
     """
     try:
         variant = get_variant(candidate.op, candidate.variant)
-        config = variant.space.validate(candidate.config_dict)
+        config = candidate.validate(variant)
     except (UnknownNameError, ConfigError) as error:
         return str(error)
     if not (variant.waits_time_out or by_name):

@@ -7,22 +7,60 @@ at the rows of its neighbours. When the source of a kernel changes, new tables a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
+from typing import TypeVar
 
-from tunedcomm.selection.interpolate import related_forms, related_problems
+from tunedcomm.selection.interpolate import Between, related_forms, related_problems
+from tunedcomm.selection.score import Pool, pool
 from tunedcomm.selection.snapshot import Pinned, Row, Snapshot
 from tunedcomm.spec import Candidate, Problem
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
+
+
+# Answers that are kept; sizes side by side mostly admit the same candidates.
+_MAX_POOLS = 8
+_MAX_PREDICTIONS = 256
+
+
+class Rows(list[Row]):
+    """Rows of one shape or size.
+
+    Attributes:
+        fresh: those whose kernel is still the same.
+    """
+
+    def __init__(self, rows: Iterable[Row] = (), *, fresh: Rows | None = None) -> None:
+        super().__init__(rows)
+        self.fresh = self if fresh is None else fresh
+        self._pools: dict[Hashable, Pool] = {}
+
+    @cached_property
+    def challengers(self) -> tuple[Candidate, ...]:
+        """Every candidate once, without the library."""
+        return tuple(dict.fromkeys(row.candidate for row in self if not row.is_library))
+
+    def pool(self, verdicts: tuple[bool, ...], *, every_trial: bool) -> Pool:
+        """`score.pool` of these rows; `verdicts` tells for each of `challengers` if it may run."""
+        key = (verdicts, every_trial)
+        found = self._pools.get(key)
+        if found is None:
+            found = pool(self, _usable(self.challengers, verdicts), every_trial=every_trial)
+            _keep(self._pools, key, found, _MAX_POOLS)
+        return found
 
 
 class Sizes:
     """Rows by message bytes."""
 
-    def __init__(self, rows: Mapping[int, list[Row]]) -> None:
+    def __init__(self, rows: Mapping[int, Rows]) -> None:
         self.rows = rows
         self._order = sorted(rows)
+        self._challengers: dict[tuple[int, int, int | None], tuple[Candidate, ...]] = {}
+        self._between: dict[Hashable, Between] = {}
 
     def below(self, size: int) -> Iterator[int]:
         """The sizes below `size`, nearest first."""
@@ -31,6 +69,37 @@ class Sizes:
     def above(self, size: int) -> Iterator[int]:
         """The sizes above `size`, nearest first."""
         return iter(self._order[bisect_right(self._order, size) :])
+
+    def challengers(self, below: int, above: int, after: int | None) -> tuple[Candidate, ...]:
+        """Every candidate of these sizes once, without the library."""
+        key = (below, above, after)
+        if key not in self._challengers:
+            sizes = (size for size in key if size is not None)
+            found = chain.from_iterable(self.rows[size].challengers for size in sizes)
+            self._challengers[key] = tuple(dict.fromkeys(found))
+        return self._challengers[key]
+
+    def between(self, below: int, above: int, after: int | None, verdicts: tuple[bool, ...]) -> Between:
+        """The prediction between two sizes; `verdicts` tells for each of `challengers` if it may run."""
+        key = (below, above, after, verdicts)
+        found = self._between.get(key)
+        if found is None:
+            usable = _usable(self.challengers(below, above, after), verdicts)
+            further = () if after is None else self.rows[after]
+            found = Between((below, self.rows[below]), (above, self.rows[above]), usable, further)
+            _keep(self._between, key, found, _MAX_PREDICTIONS)
+        return found
+
+
+def _usable(challengers: Iterable[Candidate], verdicts: Iterable[bool]) -> dict[Candidate, str | None]:
+    """The challengers that may run, as `score.pool` takes them."""
+    return {candidate: None for candidate, may_run in zip(challengers, verdicts, strict=True) if may_run}
+
+
+def _keep(kept: dict[Hashable, T], key: Hashable, value: T, most: int) -> None:
+    if len(kept) >= most:
+        kept.clear()
+    kept[key] = value
 
 
 class Family:
@@ -43,16 +112,16 @@ class Family:
 
     def __init__(self, problem: Problem, rows: Sequence[Row], tables: Tables) -> None:
         self.problem = problem
-        self.by_shape: dict[Shape, list[Row]] = {}
         self._tables = tables
+        by_shape: dict[Shape, list[Row]] = {}
         for row in rows:
-            self.by_shape.setdefault(row.problem.shape, []).append(row)
+            by_shape.setdefault(row.problem.shape, []).append(row)
+        self.by_shape = {shape: self._arranged(rows) for shape, rows in by_shape.items()}
 
     @cached_property
-    def fresh_by_shape(self) -> Mapping[Shape, list[Row]]:
+    def fresh_by_shape(self) -> Mapping[Shape, Rows]:
         """Rows whose kernel is still the same; shapes without any are left out."""
-        fresh = ((shape, list(filter(self._tables.is_fresh, rows))) for shape, rows in self.by_shape.items())
-        return {shape: rows for shape, rows in fresh if rows}
+        return {shape: rows.fresh for shape, rows in self.by_shape.items() if rows.fresh}
 
     @cached_property
     def every_size(self) -> Sizes:
@@ -61,7 +130,7 @@ class Family:
 
     @cached_property
     def _fresh_sizes(self) -> Mapping[Shape, Sizes]:
-        alike: dict[Shape, dict[Shape, list[Row]]] = {}
+        alike: dict[Shape, dict[Shape, Rows]] = {}
         for shape, rows in self.fresh_by_shape.items():
             alike.setdefault(shape[1:], {})[shape] = rows
         return {rest: self._sizes(by_shape) for rest, by_shape in alike.items()}
@@ -70,15 +139,25 @@ class Family:
         """Fresh rows by size, where all extents but the first are as in `shape`; None if there are none."""
         return self._fresh_sizes.get(shape[1:])
 
-    def _sizes(self, by_shape: Mapping[Shape, list[Row]]) -> Sizes:
+    def _sizes(self, by_shape: Mapping[Shape, Rows]) -> Sizes:
         by_size: dict[int, list[Row]] = {}
         for rows in by_shape.values():
             by_size.setdefault(self._tables.size_of(rows[0].problem), []).extend(rows)
-        return Sizes(by_size)
+        return Sizes({size: self._arranged(rows) for size, rows in by_size.items()})
+
+    def _arranged(self, rows: Sequence[Row]) -> Rows:
+        fresh = Rows(filter(self._tables.is_fresh, rows))
+        return fresh if len(fresh) == len(rows) else Rows(rows, fresh=fresh)
 
 
 class Tables:
-    """The families of one op, with the source hashes of one moment."""
+    """The families of one op, with the source hashes of one moment.
+
+    Attributes:
+        lends: some rows are borrowed.
+        verdicts: the last problem that was asked for, its mode, and why each candidate may not run it, or None: a size
+            is asked for in both modes, one after the other.
+    """
 
     def __init__(
         self,
@@ -91,6 +170,8 @@ class Tables:
         self._rows = snapshot.families(op)
         self._families: dict[tuple[Problem, bool], Family] = {}
         self._related: dict[Hashable, tuple[tuple[Family, str], ...]] = {}
+        self.lends = any(borrowed for _, borrowed in self._rows)
+        self.verdicts: tuple[Hashable, str, dict[Candidate, str | None]] = (None, "", {})
         self._pins = {pin.problem: pin for pin in snapshot.pins}
         self._failures: dict[Problem, list[tuple[int, Candidate, str]]] = {}
         for place, failure in enumerate(snapshot.failures):
@@ -135,6 +216,8 @@ class Tables:
 
     def failed(self, families: Collection[Problem]) -> Mapping[Candidate, str]:
         """Candidates whose current kernels failed in these families, each with the status and the problem."""
+        if not self._failures:
+            return {}
         found = [failure for family in families for failure in self._failures.get(family, ())]
         failed: dict[Candidate, str] = {}
         for _, candidate, how in sorted(found, key=lambda failure: failure[0]):

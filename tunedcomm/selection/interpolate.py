@@ -35,8 +35,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from tunedcomm.selection.score import (
@@ -62,62 +62,139 @@ _RELAXED = ("reduction", "in_place", "input_kind", "dtype", "layout", "scaling")
 _SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """Candidates that may save a round, by the rows of the size after the larger one, and `Catalog.num_rounds`."""
-
-    rows: Sequence[Row]
-    problem: Problem
-    num_rounds: Callable[[Problem, Candidate], int]
-
-
-def predict_between(
-    low: Sequence[Row],
-    high: Sequence[Row],
-    sizes: tuple[int, int, int],
-    usable: Mapping[Candidate, str | None],
-    rounds: Rounds | None = None,
-) -> Pool:
-    """Predict the latencies at a size between two measured ones, by the formula in the module's docstring.
+class Between:
+    """The prediction between two measured sizes, as far as it is the same at all sizes between them.
 
     Args:
-        low, high: rows of the two sizes.
-        sizes: a, s and b.
+        low, high: the two sizes, each with its rows.
         usable: as for `pool`; only challengers of the most conclusive rows take part.
-        rounds: candidates that may save a round.
+        further: rows of the size after the larger one, whose candidates may save a round.
     """
-    below, size, above = sizes
-    at_low, at_high = ({row.candidate: row for row in challengers(rows, usable)} for rows in (low, high))
-    pairs = {c: (at_low.get(c), at_high.get(c)) for c in {**at_high, **at_low}}
-    if not pairs:
-        return Pool((), None)
-    kept, outranked = _most_conclusive(pairs)
-    both = ((at_low, low), (at_high, high))
-    library = tuple(median_baseline(at[c] for c in kept if c in at) or median_baseline(rows) for at, rows in both)
-    weight, doubled = (math.log(at / below) / math.log(above / below) for at in (size, min(2 * size, above)))
-    times = {
-        c: tuple(None if row is None else comparable(row, base) for row, base in zip(pairs[c], library, strict=True))
-        for c in kept
-    }
-    fastest = tuple(min((t for t in ends if t is not None), default=None) for ends in zip(*times.values(), strict=True))
-    savings = [(_line(ends, weight), _line(ends, doubled)) for ends in (library, fastest)]
-    shrink = max((at_size / at_double for at_size, at_double in savings if at_size and at_double), default=1.0)
-    growth = 2 ** math.ceil(math.log2(size / below))
 
-    def expected(ends: tuple[float | None, ...]) -> float:
-        t_low, t_high = ends
-        bounds = [] if t_high is None else [(_line(ends, doubled) or t_high) * shrink]
-        bounds += [] if t_low is None else [t_low * growth]
-        return max(_line(ends, weight) or 0.0, min(bounds))
+    def __init__(
+        self,
+        low: tuple[int, Sequence[Row]],
+        high: tuple[int, Sequence[Row]],
+        usable: Mapping[Candidate, str | None],
+        further: Sequence[Row] = (),
+    ) -> None:
+        (self._below, low_rows), (self._above, high_rows) = low, high
+        self._further, self._usable = further, usable
+        self._joining: dict[Hashable, _Joining] = {}
+        at_low, at_high = ({row.candidate: row for row in challengers(rows, usable)} for rows in (low_rows, high_rows))
+        pairs = {c: (at_low.get(c), at_high.get(c)) for c in {**at_high, **at_low}}
+        kept, self._outranked = _most_conclusive(pairs) if pairs else ([], ())
+        self._known = frozenset(kept)
+        both = ((at_low, low_rows), (at_high, high_rows))
+        library = tuple(median_baseline(at[c] for c in kept if c in at) or median_baseline(rows) for at, rows in both)
+        times = [
+            tuple(None if row is None else comparable(row, base) for row, base in zip(pairs[c], library, strict=True))
+            for c in kept
+        ]
+        ends_of_all = list(zip(*times, strict=True)) or [(), ()]
+        self._library = _Line(*library)
+        self._fastest = _Line(*(min((t for t in ends if t is not None), default=None) for ends in ends_of_all))
+        self._measured = []
+        for candidate, ends in zip(kept, times, strict=True):
+            measured = [row for row in pairs[candidate] if row is not None]
+            level = max(map(noise, measured))
+            self._measured.append((_Line(*ends), measured[0], measured[-1], level))
 
-    scored = []
-    for candidate, ends in times.items():
-        measured = [row for row in pairs[candidate] if row is not None]
-        near = measured[0] if weight < 0.5 else measured[-1]
-        scored.append(Scored(row=near, score=expected(ends), noise=max(map(noise, measured))))
-    found = in_order(scored)
-    joining = _in_one_round(found, _line(fastest, weight), rounds, usable)
-    return Pool(in_order([*found, *joining]), _line(library, weight), outranked)
+    def at(self, size: int, problem: Problem, num_rounds: Callable[[Problem, Candidate], int]) -> Pool:
+        """The expected latencies at a size between the two, by the formula in the module's docstring.
+
+        Args:
+            size: s.
+            problem: of that size.
+            num_rounds: `Catalog.num_rounds`.
+        """
+        if not self._measured:
+            return Pool((), None)
+        below, above, library, fastest = self._below, self._above, self._library, self._fastest
+        weight, doubled = (math.log(at / below) / math.log(above / below) for at in (size, min(2 * size, above)))
+        savings = [(line.at(weight), line.at(doubled)) for line in (library, fastest)]
+        shrink = max((at_size / at_double for at_size, at_double in savings if at_size and at_double), default=1.0)
+        growth = 2 ** math.ceil(math.log2(size / below))
+        scored = []
+        for line, near_low, near_high, level in self._measured:
+            bounds = [] if line.high is None else [(line.at(doubled) or line.high) * shrink]
+            bounds += [] if line.low is None else [line.low * growth]
+            score = max(line.at(weight) or 0.0, min(bounds))
+            scored.append(Scored(near_low if weight < 0.5 else near_high, score, level))
+        found = in_order(scored)
+        if (joining := self._in_one_round(found[0], fastest.at(weight), problem, num_rounds)) is not None:
+            found = in_order([*found, joining])
+        return Pool(found, library.at(weight), self._outranked)
+
+    def _in_one_round(
+        self,
+        best: Scored,
+        fastest_us: float | None,
+        problem: Problem,
+        num_rounds: Callable[[Problem, Candidate], int],
+    ) -> Scored | None:
+        """The best config that saves the second round, if `best` needs one; the formula is above."""
+        if fastest_us is None or not self._further or num_rounds(problem, best.candidate) <= 1:
+            return None
+        tier = tier_without_finals(best.row)
+        if tier not in self._joining:
+            self._joining[tier] = _Joining(self._further, self._usable, self._known, tier)
+        joining = self._joining[tier]
+        unknown = joining.unknown.get(best.candidate.variant, ())
+        fitting = [(row, us) for row, us in unknown if num_rounds(problem, row.candidate) == 1]
+        if not fitting:
+            return None
+        scale = fastest_us / joining.least_us
+
+        def expected(row: Row, us: float) -> float:
+            return us * scale / math.sqrt(max(1, num_rounds(row.problem, row.candidate)))
+
+        chosen = min(fitting, key=lambda fits: (expected(*fits), str(fits[0].candidate)))
+        # It was measured further away, so it loses a tie.
+        score = max(expected(*chosen), fastest_us) * (1 + MAX_NOISE)
+        return Scored(row=chosen[0], score=score, noise=MAX_NOISE)
+
+
+class _Line:
+    """The straight line in log-log between the latencies at two sizes, each None where it is not known."""
+
+    __slots__ = ("_logs", "high", "low")
+
+    def __init__(self, low: float | None, high: float | None) -> None:
+        self.low, self.high = low, high
+        self._logs = None if low is None or high is None else (math.log(low), math.log(high))
+
+    def at(self, weight: float) -> float | None:
+        """Latency at a place between the sizes, 0 to 1; None where an end is not known."""
+        if self._logs is None:
+            return None
+        low, high = self._logs
+        return math.exp((1 - weight) * low + weight * high)
+
+
+class _Joining:
+    """The challengers of the size after the larger one, of one tier.
+
+    Attributes:
+        unknown: variant to its rows of candidates that are not `known`, each with the comparable latency.
+        least_us: of all.
+    """
+
+    def __init__(
+        self,
+        further: Sequence[Row],
+        usable: Mapping[Candidate, str | None],
+        known: Collection[Candidate],
+        tier: tuple[bool | int, ...],
+    ) -> None:
+        rows = [row for row in challengers(further, usable) if tier_without_finals(row) == tier]
+        base = median_baseline(rows) or median_baseline(further)
+        times = [(row, comparable(row, base)) for row in rows]
+        self.least_us = min((us for _, us in times), default=math.inf)
+        self.unknown: dict[str, list[tuple[Row, float]]] = {}
+        for row, us in times:
+            if row.candidate not in known:
+                self.unknown.setdefault(row.candidate.variant, []).append((row, us))
 
 
 def _most_conclusive(
@@ -130,40 +207,6 @@ def _most_conclusive(
     kept = [c for c, tier in tiers.items() if tier == best]
     reference = worst[kept[0]]
     return kept, tuple((row, why_outranked(row, reference)) for c, row in worst.items() if tiers[c] != best)
-
-
-def _line(ends: tuple[float | None, ...], weight: float) -> float | None:
-    """Latency on the straight line in log-log between two ends; None where an end is not known."""
-    low, high = ends
-    if low is None or high is None:
-        return None
-    return math.exp((1 - weight) * math.log(low) + weight * math.log(high))
-
-
-def _in_one_round(
-    found: Sequence[Scored], fastest_us: float | None, rounds: Rounds | None, usable: Mapping[Candidate, str | None]
-) -> list[Scored]:
-    """The best config that saves the second round, if the best of `found` needs one; the formula is above."""
-    best = found[0]
-    if rounds is None or fastest_us is None or rounds.num_rounds(rounds.problem, best.candidate) <= 1:
-        return []
-    rows = challengers(rounds.rows, usable)
-    rows = [row for row in rows if tier_without_finals(row) == tier_without_finals(best.row)]
-    base, known = median_baseline(rows) or median_baseline(rounds.rows), {scored.candidate for scored in found}
-    fitting = [row for row in rows if row.candidate.variant == best.candidate.variant and row.candidate not in known]
-    fitting = [row for row in fitting if rounds.num_rounds(rounds.problem, row.candidate) == 1]
-    if not fitting:
-        return []
-    scale = fastest_us / min(comparable(row, base) for row in rows)
-
-    def expected(row: Row) -> float:
-        num_rounds = rounds.num_rounds(row.problem, row.candidate)
-        return comparable(row, base) * scale / math.sqrt(max(1, num_rounds))
-
-    chosen = min(fitting, key=lambda row: (expected(row), str(row.candidate)))
-    # It was measured further away, so it loses a tie.
-    score = max(expected(chosen), fastest_us) * (1 + MAX_NOISE)
-    return [Scored(row=chosen, score=score, noise=MAX_NOISE)]
 
 
 def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:

@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate
@@ -31,8 +32,7 @@ _DISTURBED = 1.5
 _EAGER_EXPONENT = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(NamedTuple):
     """A candidate with its expected latency, in µs comparable within one pool, and the relative noise of that.
 
     `row` is the measurement behind it; of the nearer size, if predicted.

@@ -41,9 +41,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
 from tunedcomm.metrics import format_bytes, format_us
-from tunedcomm.selection.families import Family, Shape, Tables
-from tunedcomm.selection.interpolate import GEMM_EXTENTS, MAX_GAP, MAX_REACH, Rounds, predict_between
-from tunedcomm.selection.score import Pool, Scored, median_baseline, pool
+from tunedcomm.selection.families import Family, Rows, Shape, Tables
+from tunedcomm.selection.interpolate import GEMM_EXTENTS, MAX_GAP, MAX_REACH
+from tunedcomm.selection.score import Pool, Scored, median_baseline
 from tunedcomm.selection.snapshot import Check, Row, Snapshot
 from tunedcomm.spec import (
     Candidate,
@@ -85,6 +85,10 @@ class Catalog(Protocol):
 
     def numerics(self, op: str, variant: str) -> Numerics | None:
         """Numerics class; None for an unknown variant."""
+
+    def same_in_both_modes(self, op: str, variant: str) -> bool:
+        """True if the variant can run a problem in graphs wherever it can in eager calls, and the other way round."""
+        return False
 
     def message_bytes(self, problem: Problem) -> int:
         """The size by which problems of one family are compared."""
@@ -131,6 +135,10 @@ class Registered(Catalog):
     def numerics(self, op: str, variant: str) -> Numerics | None:
         found = find_variant(op, variant)
         return None if found is None else found.numerics
+
+    def same_in_both_modes(self, op: str, variant: str) -> bool:
+        found = find_variant(op, variant)
+        return found is not None and found.same_in_both_modes
 
     def message_bytes(self, problem: Problem) -> int:
         return get_op(problem.op).message_bytes(problem)
@@ -249,7 +257,12 @@ class Decision:
 
     def resting_on(self, row: Row, **changes: Any) -> Decision:
         """The same decision, with the measurement that it rests on and other changes."""
-        return replace(self, trial_id=row.trial_id, layer=row.layer, environment=row.environment, **changes)
+        return replace(self, **_resting_on(row), **changes)
+
+
+def _resting_on(row: Row) -> dict[str, Any]:
+    """The fields of a decision that name the measurement that it rests on."""
+    return {"trial_id": row.trial_id, "layer": row.layer, "environment": row.environment}
 
 
 # Changes to a decision where only the ranking is known.
@@ -264,6 +277,7 @@ def choose(
     policy: NumericsPolicy = "default",
     forced: Candidate | None = None,
     max_sms: int | None = None,
+    told: bool = True,
 ) -> Decision:
     """Resolve `problem` by the rules in the module's docstring.
 
@@ -274,15 +288,35 @@ def choose(
         policy: numerics classes that the caller accepts.
         forced: a candidate asked for by name; it overrides everything but feasibility, also `policy` and `max_sms`.
         max_sms: SMs that the caller leaves to the call.
+        told: also say why. Without it `why` and `passed_over` are incomplete, and a choice takes a third of the time.
 
     Raises:
         InfeasibleError: the forced candidate cannot run, or the policy excludes the library and nothing that it admits
             is known.
     """
     catalog = catalog if forced is not None else catalog.under(policy)
-    lookup = _Lookup(_tables(snapshot, catalog, problem.op), snapshot, catalog, policy, max_sms, problem, problem)
+    lookup = _Lookup(_tables(snapshot, catalog, problem.op), snapshot, catalog, policy, max_sms, problem, problem, told)
     if forced is not None:
         return _forced(lookup, forced)
+    lookup.share_verdicts()
+    try:
+        decision = _resolved(lookup)
+    except InfeasibleError:
+        if told:
+            raise
+        return choose(snapshot, problem, catalog, policy=policy, max_sms=max_sms)  # raises it with every reason
+    if not told:
+        return decision
+    if decision.source != "borrowed":
+        lent = lookup.tables.family(problem.family, borrowed=True).by_shape.get(problem.shape, ())
+        for row in (row for row in lent if not row.is_library):
+            lookup.pass_over(row.candidate, f"measured only on {row.environment.gpu}, which is borrowed")
+    passed = {candidate: reason for candidate, reason in lookup.passed.items() if candidate != decision.candidate}
+    return replace(decision, passed_over=tuple(sorted((str(c), reason) for c, reason in passed.items())))
+
+
+def _resolved(lookup: _Lookup) -> Decision:
+    """The decision of the first rule that has one."""
     decision = _pinned(lookup) or _by_rows(lookup)
     if decision is None and not lookup.library_admitted:
         # The library may not run at all, so a kernel slower than it does no harm: extrapolate to any size.
@@ -291,12 +325,7 @@ def choose(
     if decision is None or (decision.candidate == lookup.library and decision.source != "pin"):
         at_size = decision is None or decision.source == "exact"
         decision = _rule_of_thumb(lookup, at_size=at_size) or decision or _library(lookup)
-    if decision.source != "borrowed":
-        lent = lookup.tables.family(problem.family, borrowed=True).by_shape.get(problem.shape, ())
-        for row in (row for row in lent if not row.is_library):
-            lookup.pass_over(row.candidate, f"measured only on {row.environment.gpu}, which is borrowed")
-    passed = {candidate: reason for candidate, reason in lookup.passed.items() if candidate != decision.candidate}
-    return replace(decision, passed_over=tuple(sorted((str(c), reason) for c, reason in passed.items())))
+    return decision
 
 
 def winners(
@@ -314,7 +343,8 @@ def winners(
 
 def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Pool:
     """The candidates measured at `problem` itself that `choose` compares under the default policy."""
-    lookup = _Lookup(_tables(snapshot, catalog, problem.op), snapshot, catalog, "default", None, problem, problem)
+    tables = _tables(snapshot, catalog, problem.op)
+    lookup = _Lookup(tables, snapshot, catalog, "default", None, problem, problem, told=False)
     return lookup.pool(lookup.rows_of_problem(), lookup.failed(None))
 
 
@@ -334,7 +364,7 @@ class _Lookup:
     """One resolution in progress: the arguments of `choose`, and what is known so far.
 
     Rows are looked up for `problem`, which differs from the caller's problem, `requested`, only in the heuristic.
-    `borrowed` selects the rows of other hardware.
+    `borrowed` selects the rows of other hardware. Unless `told`, nothing is said of what was passed over, nor why.
     """
 
     tables: Tables
@@ -344,9 +374,13 @@ class _Lookup:
     max_sms: int | None
     requested: Problem
     problem: Problem
+    told: bool
     borrowed: bool = False
     passed: dict[Candidate, str] = field(default_factory=dict)
     reasons: dict[Candidate, str | None] = field(default_factory=dict)
+    shared: dict[Candidate, str | None] = field(default_factory=dict)
+    _family: Family | None = field(default=None, init=False)
+    _size: int = field(default=0, init=False)
 
     @property
     def library(self) -> Candidate:
@@ -358,28 +392,54 @@ class _Lookup:
 
     @property
     def size(self) -> int:
-        return self.tables.size_of(self.problem)
+        self._size = self._size or self.tables.size_of(self.problem)
+        return self._size
 
     @property
     def family(self) -> Family:
         """Rows of the family of the problem."""
-        return self.tables.family(self.problem.family, borrowed=self.borrowed)
+        if self._family is None:
+            self._family = self.tables.family(self.problem.family, borrowed=self.borrowed)
+        return self._family
 
     def related(self) -> tuple[tuple[Family, str], ...]:
         """Families with rows that may answer for the problem, nearest first, each with what was relaxed."""
         return self.tables.related(self.problem, borrowed=self.borrowed)
 
-    def rows_of_problem(self) -> list[Row]:
-        return self.family.by_shape.get(self.problem.shape, [])
+    def rows_of_problem(self) -> Rows:
+        return self.family.by_shape.get(self.problem.shape, _NO_ROWS)
 
     def pass_over(self, candidate: Candidate, reason: str) -> None:
         self.passed.setdefault(candidate, reason)
 
+    def share_verdicts(self) -> None:
+        """Take over what the last choice found out, if it was for this problem in the other mode."""
+        asked = self.requested
+        key = (
+            *(asked.op, asked.shape, asked.dtype, asked.world_size, asked.reduction, asked.input_kind, asked.in_place),
+            *(asked.layout, asked.scaling, self.policy, self.max_sms, self.catalog),
+        )
+        known, mode, self.shared = self.tables.verdicts
+        if known == key and mode != asked.mode:
+            self.tables.verdicts = (None, "", {})
+        else:
+            self.shared = {}
+            self.tables.verdicts = (key, asked.mode, self.shared)
+
     def why_excluded(self, candidate: Candidate) -> str | None:
         """Return why the candidate may not run this problem here under this policy, or None."""
-        if candidate not in self.reasons:
-            self.reasons[candidate] = self._why_excluded(candidate)
-        return self.reasons[candidate]
+        try:
+            return self.reasons[candidate]
+        except KeyError:
+            pass
+        if candidate in self.shared:
+            reason = self.shared[candidate]
+        else:
+            reason = self._why_excluded(candidate)
+            if self.catalog.same_in_both_modes(candidate.op, candidate.variant):
+                self.shared[candidate] = reason
+        self.reasons[candidate] = reason
+        return reason
 
     def _why_excluded(self, candidate: Candidate) -> str | None:
         numerics = self.catalog.numerics(candidate.op, candidate.variant)
@@ -436,18 +496,24 @@ class _Lookup:
         check = self.check_of(candidate)
         return None if check is None or check.status != "failed" else check.why
 
-    def serves(self, rows: Iterable[Row], failed: Mapping[Candidate, str]) -> bool:
+    def serves(self, rows: Rows, failed: Mapping[Candidate, str]) -> bool:
         """True if some challenger of fresh rows may be used."""
-        return any(not row.is_library and self.why_unusable(row.candidate, failed) is None for row in rows)
+        return any(self.why_unusable(candidate, failed) is None for candidate in rows.challengers)
 
-    def pool(self, rows: Sequence[Row], failed: Mapping[Candidate, str], *, every_trial: bool = False) -> Pool:
+    def verdicts(self, challengers: Iterable[Candidate], failed: Mapping[Candidate, str]) -> tuple[bool, ...]:
+        """Of each challenger, True if it may be used."""
+        return tuple([self.why_unusable(candidate, failed) is None for candidate in challengers])
+
+    def pool(self, rows: Rows, failed: Mapping[Candidate, str], *, every_trial: bool = False) -> Pool:
         """The pool of the rows that still count; records why the others do not."""
-        usable = self.usable(rows, failed)
-        self.report(rows, usable)
-        return pool(self.fresh(rows), usable, every_trial=every_trial)
+        self.report(rows, failed)
+        return rows.fresh.pool(self.verdicts(rows.fresh.challengers, failed), every_trial=every_trial)
 
-    def report(self, rows: Iterable[Row], usable: Mapping[Candidate, str | None]) -> None:
+    def report(self, rows: Iterable[Row], failed: Mapping[Candidate, str]) -> None:
         """Record why rows that were looked at could not even compete."""
+        if not self.told:
+            return
+        usable = self.usable(rows := list(rows), failed)
         rows = [row for row in rows if not row.is_library]
         fresh = {row.candidate for row in self.fresh(rows)}
         for row in rows:
@@ -455,6 +521,8 @@ class _Lookup:
             if reason := stale or usable.get(row.candidate):
                 self.pass_over(row.candidate, reason)
 
+
+_NO_ROWS = Rows()
 
 # The rules, in the order of resolution.
 
@@ -526,34 +594,34 @@ def _interpolate(lookup: _Lookup, family: Family, reach: int | None, relaxed: st
     if sizes is None:
         return None
     size, failed = lookup.size, lookup.failed(family.problem)
-    here = sizes.rows.get(size, [])
+    here = sizes.rows.get(size, _NO_ROWS)
     if lookup.serves(here, failed):
         found = lookup.pool(here, failed)
-        text = f"measured at {_named(here, size)}{relaxed}: "
+        text = f"measured at {_named(here, size)}{relaxed}: " if lookup.told else ""
         near = partial(_near_pools, lookup, family)
         return _settle(lookup, found, here, "interpolated", text, near=near)
-    larger = (s for s in sizes.above(size) if lookup.serves(sizes.rows[s], failed))
-    below = next((s for s in sizes.below(size) if lookup.serves(sizes.rows[s], failed)), None)
+    rows_of = sizes.rows
+    larger = (s for s in sizes.above(size) if lookup.serves(rows_of[s], failed))
+    below = next((s for s in sizes.below(size) if lookup.serves(rows_of[s], failed)), None)
     above = next(larger, None)
     if below is not None and above is not None and above <= MAX_GAP * below:
         after = next(larger, None)
-        further = sizes.rows[after] if after is not None and after <= MAX_GAP * size else []
-        rows = [*sizes.rows[below], *sizes.rows[above]]
-        usable = lookup.usable([*rows, *further], failed)
-        rounds = Rounds(further, lookup.problem, lookup.catalog.num_rounds)
-        found = predict_between(sizes.rows[below], sizes.rows[above], (below, size, above), usable, rounds)
+        after = after if after is not None and after <= MAX_GAP * size else None
+        verdicts = lookup.verdicts(sizes.challengers(below, above, after), failed)
+        between = sizes.between(below, above, after, verdicts)
+        found = between.at(size, lookup.problem, lookup.catalog.num_rounds)
         if found.scored:
-            lookup.report(rows, usable)
-            between = f"{_named(sizes.rows[below], below)} and {_named(sizes.rows[above], above)}"
-            text = f"predicted between {between}{relaxed}: "
-            return _settle(lookup, found, rows, "interpolated", text)
+            rows = [*rows_of[below], *rows_of[above]]
+            lookup.report(rows, failed)
+            ends_named = f"{_named(rows_of[below], below)} and {_named(rows_of[above], above)}" if lookup.told else ""
+            return _settle(lookup, found, rows, "interpolated", f"predicted between {ends_named}{relaxed}: ")
     ends = [s for s in (below, above) if s is not None]
     if not ends:
         return None
     nearest = min(ends, key=lambda s: (max(s, size) / min(s, size), s))
     if reach is None or max(nearest, size) <= reach * min(nearest, size):
-        rows = sizes.rows[nearest]
-        text = f"as at the nearest measured size, {_named(rows, nearest)}{relaxed}: "
+        rows = rows_of[nearest]
+        text = f"as at the nearest measured size, {_named(rows, nearest)}{relaxed}: " if lookup.told else ""
         return _nearby_winner(lookup, family, rows, text)
     return None
 
@@ -564,7 +632,7 @@ def _named(rows: Sequence[Row], size: int) -> str:
     return format_shape(shape) if len(shape) == GEMM_EXTENTS else format_bytes(size)
 
 
-def _nearby_winner(lookup: _Lookup, family: Family, rows: list[Row], text: str) -> Decision:
+def _nearby_winner(lookup: _Lookup, family: Family, rows: Rows, text: str) -> Decision:
     """The winner of another size or shape; its time at this one is not known."""
     found = lookup.pool(rows, lookup.failed(family.problem), every_trial=True)
     return replace(_settle(lookup, found, rows, "interpolated", text), **_NO_TIMES)
@@ -580,21 +648,23 @@ def _near_pools(lookup: _Lookup, family: Family) -> list[Pool]:
         list(islice((s for s in side if lookup.serves(nearby[s], predicting)), 2))
         for side in (sizes.below(lookup.size), sizes.above(lookup.size))
     )
-    return [pool(nearby[s], lookup.usable(nearby[s], failed)) for s in (*reversed(below), *above)]
+    found = [nearby[s] for s in (*reversed(below), *above)]
+    return [rows.pool(lookup.verdicts(rows.challengers, failed), every_trial=False) for rows in found]
 
 
-def _nearest_shape(lookup: _Lookup, family: Family, reach: int | None) -> list[Row]:
+def _nearest_shape(lookup: _Lookup, family: Family, reach: int | None) -> Rows:
     """Rows of the nearest shape of 3 or 4 extents within reach where some challenger may be used."""
     asked = lookup.problem.shape
     if len(asked) < GEMM_EXTENTS or 0 in asked:
-        return []
+        return _NO_ROWS
     near: list[tuple[float, Shape]] = []
     for shape in family.fresh_by_shape:
         factors = [max(x, y, 1) / max(min(x, y), 1) for x, y in zip(shape, asked, strict=True)]
         if reach is None or max(factors) <= reach:
             near.append((math.prod(factors), shape))
     failed = lookup.failed(family.problem)
-    return next((rows for _, shape in sorted(near) if lookup.serves(rows := family.fresh_by_shape[shape], failed)), [])
+    nearest = (family.fresh_by_shape[shape] for _, shape in sorted(near))
+    return next((rows for rows in nearest if lookup.serves(rows, failed)), _NO_ROWS)
 
 
 def _measured(lookup: _Lookup, reach: int | None) -> Decision | None:
@@ -606,6 +676,7 @@ def _by_rows(lookup: _Lookup) -> Decision | None:
     decision = _measured(lookup, MAX_REACH)
     if decision is not None:
         merely_reaches = decision.source == "interpolated" and decision.latency_us is None
+        merely_reaches = merely_reaches and lookup.tables.lends
         lent = _lent(lookup, _exact(replace(lookup, borrowed=True))) if merely_reaches else None
         return decision if lent is None or lent.candidate == lookup.library else lent
     return _borrowed(lookup, MAX_REACH) or _heuristic(lookup)
@@ -613,7 +684,7 @@ def _by_rows(lookup: _Lookup) -> Decision | None:
 
 def _borrowed(lookup: _Lookup, reach: int | None) -> Decision | None:
     """The answer of rows of other hardware."""
-    return _lent(lookup, _measured(replace(lookup, borrowed=True), reach))
+    return _lent(lookup, _measured(replace(lookup, borrowed=True), reach)) if lookup.tables.lends else None
 
 
 def _lent(lookup: _Lookup, decision: Decision | None) -> Decision | None:
@@ -672,7 +743,7 @@ def _unmeasured_default(lookup: _Lookup) -> Decision | None:
     for candidate in lookup.catalog.defaults(lookup.problem, lookup.max_sms):
         # The library's own transfers take as many SMs as they like.
         free = lookup.max_sms is not None and lookup.catalog.num_blocks(lookup.requested, candidate) < 0
-        judge = replace(lookup, max_sms=None, reasons={}) if free else lookup
+        judge = replace(lookup, max_sms=None, reasons={}, shared={}) if free else lookup
         if reason := judge.why_excluded(candidate) or failed.get(candidate) or lookup.why_failed(candidate):
             lookup.pass_over(candidate, reason)
             continue
@@ -686,19 +757,22 @@ def _unmeasured_default(lookup: _Lookup) -> Decision | None:
 
 
 def _library(lookup: _Lookup) -> Decision:
+    # Some ops have a library that is ordered itself.
+    admitted = admits(lookup.policy, lookup.catalog.numerics(lookup.problem.op, "library") or "library")
+    if admitted and not lookup.told:
+        return _unmeasured(lookup, lookup.library, "library", "")
     advice = "; `tunedcomm tune` measures it"
     if by_size := lookup.family.every_size.rows:
         size = lookup.size
         nearest = min(by_size, key=lambda s: (abs(math.log(s / size)), s))
         rows = by_size[nearest]
-        lookup.report(rows, lookup.usable(rows, lookup.failed(lookup.problem.family)))
+        lookup.report(rows, lookup.failed(lookup.problem.family))
         why = f"what is measured at {_named(rows, nearest)}, the nearest size, may not serve this one"
         if any(row.problem == lookup.problem for row in rows):
             why, advice = "of what is measured at this very size only the library may serve", ""
     else:
         why = "nothing of this kind is measured for this hardware and world size"
-    # Some ops have a library that is ordered itself.
-    if not admits(lookup.policy, lookup.catalog.numerics(lookup.problem.op, "library") or "library"):
+    if not admitted:
         refused = f"policy {lookup.policy!r} admits no candidate for {lookup.problem}"
         if reason := lookup.catalog.why_no_kernel(lookup.problem, lookup.policy):
             raise InfeasibleError(f"{refused}, and tuning would find none: {reason}. Allow numerics='default'")
@@ -725,30 +799,35 @@ def _settle(
     `text` begins the explanation. `near` gives the pools of the neighbouring sizes, and is called only to break a tie;
     where it is None, the least score wins.
     """
-    for row, reason in found.outranked:
-        lookup.pass_over(row.candidate, reason)
+    if lookup.told:
+        for row, reason in found.outranked:
+            lookup.pass_over(row.candidate, reason)
     beating = [scored for scored in found.scored if _beats_library(lookup, found, scored)]
     if not beating:
         return _library_wins(lookup, found, rows, source, text)
     winner = best = beating[0]
-    tied = [s for s in beating if near and s.score <= best.score * (1 + max(best.noise, s.noise))]
+    tied = [s for s in beating if s.score <= best.score * (1 + max(best.noise, s.noise))] if near else []
     if near and len(tied) > 1:
         pools = near()
         winner = min(tied, key=lambda scored: _preference(scored, pools))
-    against = f"µs against {format_us(winner.score)} µs of {winner.candidate}"
-    for other in beating:
-        tie = "a tie within the noise, decided by the neighbouring sizes and the name: " if other in tied else ""
-        lookup.pass_over(other.candidate, f"{tie}{format_us(other.score)} {against}")
     runner_up = next((scored for scored in found.scored if scored is not winner), None)
+    why = ""
+    if lookup.told:
+        against = f"µs against {format_us(winner.score)} µs of {winner.candidate}"
+        for other in beating:
+            tie = "a tie within the noise, decided by the neighbouring sizes and the name: " if other in tied else ""
+            lookup.pass_over(other.candidate, f"{tie}{format_us(other.score)} {against}")
+        why = text + _margins(winner, found.library_us, runner_up, tied)
     return Decision(
         candidate=winner.candidate,
         source=source,
-        why=text + _margins(winner, found.library_us, runner_up, tied),
+        why=why,
         latency_us=winner.score,
         library_us=found.library_us,
         runner_up=runner_up.candidate if runner_up else None,
         runner_up_us=runner_up.score if runner_up else None,
-    ).resting_on(winner.row)
+        **_resting_on(winner.row),
+    )
 
 
 def _beats_library(lookup: _Lookup, found: Pool, scored: Scored) -> bool:
@@ -763,8 +842,9 @@ def _beats_library(lookup: _Lookup, found: Pool, scored: Scored) -> bool:
         least, what = max(least, 1 - 1 / _BORROWED_MARGIN), "the margin of borrowed rows"
     if scored.score < best_us * (1 - least):
         return True
-    times = f"{format_us(scored.score)} µs is not less than the library's {format_us(best_us)} µs"
-    lookup.pass_over(scored.candidate, f"{times} by {what} of {least:.1%}")
+    if lookup.told:
+        times = f"{format_us(scored.score)} µs is not less than the library's {format_us(best_us)} µs"
+        lookup.pass_over(scored.candidate, f"{times} by {what} of {least:.1%}")
     return False
 
 
@@ -780,19 +860,22 @@ def _share_in_place(lookup: _Lookup, row: Row) -> float:
 
 def _library_wins(lookup: _Lookup, found: Pool, rows: Sequence[Row], source: Source, text: str) -> Decision:
     measured = min((row for row in rows if row.is_library), key=lambda row: row.tier, default=None)
-    nearest = found.scored[0]
-    known = "no challenger was compared with it"
-    if found.library_us is not None:
-        known = f"at {format_us(found.library_us)} µs no challenger beats it by more than the noise"
+    nearest, why = found.scored[0], ""
+    if lookup.told:
+        known = "no challenger was compared with it"
+        if found.library_us is not None:
+            known = f"at {format_us(found.library_us)} µs no challenger beats it by more than the noise"
+        why = f"{text}the library: {known}; the nearest is {nearest.candidate} at {format_us(nearest.score)} µs"
     return Decision(
         candidate=lookup.library,
         source=source,
-        why=f"{text}the library: {known}; the nearest is {nearest.candidate} at {format_us(nearest.score)} µs",
+        why=why,
         latency_us=found.library_us,
         library_us=found.library_us,
         runner_up=nearest.candidate,
         runner_up_us=nearest.score,
-    ).resting_on(measured or nearest.row)
+        **_resting_on(measured or nearest.row),
+    )
 
 
 def _preference(scored: Scored, pools: Sequence[Pool]) -> tuple[int, int, str]:

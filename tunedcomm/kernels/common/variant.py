@@ -78,9 +78,12 @@ class VariantBase:
     kernels: tuple[Any, ...] = ()
     version: int = 1
     waits_time_out: bool = True
+    same_in_both_modes: bool = False
 
     def __init_subclass__(cls, *, registered: bool = False) -> None:
         super().__init_subclass__()
+        # A subclass of somebody else's may well ask for the mode.
+        cls.same_in_both_modes = cls.__module__.startswith("tunedcomm.kernels.")
         if registered:
             cls.variant = cls().register()
 
