@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import stat
@@ -97,6 +98,15 @@ def log_path() -> Path:
     Raises:
         DatabaseAccessError: the user has no home directory.
     """
+    return _log_path(*map(os.environ.get, _VARIABLES))
+
+
+# What the path depends on: calls at new sizes ask for it, and to work it out takes a tenth of such a call.
+_VARIABLES = ("TUNEDCOMM_MISS_LOG", "TUNEDCOMM_DB", "HOME", "XDG_DATA_HOME")
+
+
+@functools.lru_cache(maxsize=8)
+def _log_path(*variables: str | None) -> Path:
     named = settings.miss_log()
     if isinstance(named, str):
         return Path(os.path.expanduser(named))  # noqa: PTH111 - leaves `~` alone where there is no home

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
@@ -155,7 +156,7 @@ def closest(
 
     Nearer ones are looked at first, `_MAX_LOOKS` at most: spaces of fused GEMMs have a hundred thousand points.
     """
-    axes = [_by_distance(axis.values(), preferred[name]) for name, axis in space.axes]
+    axes = [_by_distance(axis.values(), _types(axis.values()), preferred[name]) for name, axis in space.axes]
 
     def entry(places: tuple[int, ...]) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
         entries = [axis[place] for axis, place in zip(axes, places, strict=True)]
@@ -180,12 +181,20 @@ def closest(
     return nearest or {}
 
 
-def _by_distance(values: Sequence[Value], preferred: float) -> list[tuple[float, int, Value]]:
-    """(distance, index, value) of an axis' values, nearest first."""
+def _types(values: Iterable[Value]) -> tuple[type, ...]:
+    return tuple(map(type, values))
+
+
+@functools.lru_cache(maxsize=512)
+def _by_distance(
+    values: Sequence[Value], types: tuple[type, ...], preferred: float
+) -> tuple[tuple[float, int, Value], ...]:
+    """(distance, index, value) of an axis' values of these types, nearest first; True is 1 in a cache's keys."""
+    del types
 
     def distance(value: Value) -> float:
         if isinstance(value, (bool, str)):
             return float(value != preferred)
         return abs(math.log2(value) - math.log2(max(preferred, 1.0)))
 
-    return sorted((distance(value), index, value) for index, value in enumerate(values))
+    return tuple(sorted((distance(value), index, value) for index, value in enumerate(values)))
