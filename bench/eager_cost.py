@@ -55,13 +55,13 @@ def main() -> None:
     problem = bf16_sum(numel, "eager")
     plan = communicator.plans[problem, "default", None, False]
     if not hasattr(plan.launch, "by_address"):
-        raise SystemExit(f"{plan.decision.candidate} is no kernel: run tunedcomm tune --mode eager first")
+        raise SystemExit(f"{plan.candidate} is no kernel: run tunedcomm tune --mode eager first")
     stream = torch.cuda.current_stream().cuda_stream
     addresses = x.data_ptr(), out.data_ptr()
     contenders: dict[str, tuple[str, Call]] = {
-        "tuned": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x)),
-        "tuned_out": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x, out=out)),
-        "launch": (str(plan.decision.candidate), lambda: plan.launch.by_address(stream, *addresses)),
+        "tuned": (str(plan.candidate), lambda: tunedcomm.all_reduce(x)),
+        "tuned_out": (str(plan.candidate), lambda: tunedcomm.all_reduce(x, out=out)),
+        "launch": (str(plan.candidate), lambda: plan.launch.by_address(stream, *addresses)),
         "torch_one_shot": ("symmetric input", lambda: torch.ops.symm_mem.one_shot_all_reduce(held, "sum", name)),
         "library": ("in place", lambda: dist.all_reduce(x)),
     }

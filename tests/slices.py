@@ -109,7 +109,7 @@ class Draws:
         plan = plan or plan_for(communicator, problem, "ordered")
         plan.launch(inputs, outputs, torch.cuda.current_stream().cuda_stream if outputs[0].is_cuda else 0)
         communicator.check_peers()
-        chosen = plan.decision.candidate
+        chosen = plan.candidate
         if problem.op not in ("reduce_scatter", "gemm_rs"):
             return chosen, outputs
         parts = [torch.empty_like(outputs[0]) for _ in range(problem.world_size)]

@@ -112,7 +112,7 @@ class Autotune:
         self._outer, communicator.noted = communicator.noted, {}
         communicator.forget_eager_plans()  # new plans note their problems
         for plan in communicator.plans.values():
-            counter(communicator, plan.problem, plan.decision.source, plan.policy)
+            counter(communicator, plan.problem, plan.source, plan.policy)
         return self
 
     def __exit__(
@@ -165,7 +165,7 @@ class Autotune:
         with tempfile.TemporaryDirectory() as folder:  # for a user database that cannot be written
             communicator.reload_snapshot(lambda: store(trials, f"{COMMAND}(budget_s={self._budget_s:g})", Path(folder)))
         for key, plan in graphs.items():  # now, since nothing can be bound in a capture
-            communicator.plans[key] = plan_for(communicator, plan.problem, plan.policy, key[2])
+            communicator.keep_plans(key[:-1], {True: plan_for(communicator, plan.problem, plan.policy, key[2])})
         times = {(trial.problem, trial.candidate): trial.latency_p50_us for trial in trials}
         times, self.num_trials = communicator.exchange((times, progress.num_trials))[0]
         tuned = {problem for problem, _ in times}

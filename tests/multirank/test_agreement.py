@@ -197,8 +197,8 @@ def a_plan(rank: int, communicator: Communicator) -> str:
     tunedcomm.all_reduce(torch.ones(NUMEL))
     if rank == 1:
         ((key, plan),) = communicator.plans.items()
-        other = dataclasses.replace(plan.decision, candidate=Candidate.of("all_reduce", "lamport", {"num_blocks": 1}))
-        communicator.plans[key] = dataclasses.replace(plan, decision=other)
+        other = Candidate.of("all_reduce", "lamport", {"num_blocks": 1})
+        communicator.plans[key] = dataclasses.replace(plan, candidate=other)
     return r"plan .* is 'library\(\)' on rank 0 and 'lamport\(num_blocks=1\)' on rank 1"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import PEER_TIMEOUT_S, Ranks, gives_up_in_time, logged, settings
+from cases import PEER_TIMEOUT_S, Ranks, gives_up_in_time, logged, replaced, settings
 
 import tunedcomm
 from tunedcomm import kernels
+from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.kernels.common.launch import AddressLaunch
+from tunedcomm.ops import call as call_module
 from tunedcomm.spec import Problem, get_variant, register_variant
 
 WORLD_SIZE = 2
@@ -207,6 +210,39 @@ def test_numbers_that_are_not_finite_hide_nothing(rank: int) -> None:
             tunedcomm.all_reduce(x * number)
         with pytest.raises(tunedcomm.WrongResultError, match="rank 1: output 0"):
             tunedcomm.all_reduce(x * 6)
+
+
+def test_over_more_sizes_than_are_kept_ranks_drop_the_same_plans(rank: int) -> None:
+    """Each rank's tensors are aligned at other calls, so it has other fast calls; results are checked, two captured."""
+    most, draw = 8, random.Random(1)
+    with (
+        settings({"TUNEDCOMM_CHECK": "3"}),
+        replaced(communicator_module, "MAX_PROBLEMS", most),
+        replaced(communicator_module, "MAX_KINDS", most + 2),
+        tunedcomm.force("all_reduce", "lamport"),
+    ):
+        communicator = get_communicator()
+        bound: list[list[tuple[int, ...]]] = []
+        captured: list[tuple[Any, ...]] = []
+        for number in range(150):
+            numel = draw.choice(range(40, 60))
+            offset = int((number // 8 + rank) % 2)
+            x = torch.full((numel + 1,), float(number * (rank + 1)))[offset : offset + numel]
+            assert torch.equal(tunedcomm.all_reduce(x), torch.full((numel,), 3.0 * number))
+            bound.append(sorted(key[0].shape for key in communicator.plans))
+            if number in (5, 90):  # what a GPU's call binds for captures is bound for eager calls here
+                (key,) = [key for key in communicator.plans if key[0].shape == (numel,)]
+                communicator.keep_plans(key[:-1], {True: communicator.plans[key]})
+                with replaced(call_module, "is_capturing", lambda: True):
+                    tunedcomm.all_reduce(x)
+                captured.append((*key[:-1], True))
+        assert len(communicator.plans) == most + 4, "two problems of both modes besides"
+        assert len(communicator.fast_calls) <= most + 2
+        assert set(captured) <= set(communicator.plans)
+        first, second = communicator.exchange((bound, sorted(communicator._checked.values())))
+        assert first == second
+        assert len({tuple(shapes) for shapes in bound}) > 20, "plans come and go"
+        tunedcomm.check_agreement()
 
 
 # TUNEDCOMM_NAN_CHECK

@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 from collections import Counter as CounterOf
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -77,7 +77,7 @@ logger = logging.getLogger("tunedcomm")
 
 # Attributes of a communicator that reach its process group.
 _HOLD_GROUPS = (
-    *("group", "workspace", "_no_workspace", "node_groups", "plans", "fast_calls", "_captured", "_retired"),
+    *("group", "workspace", "_no_workspace", "node_groups", "plans", "fast_calls", "_captured", "_retired", "_leaving"),
 )
 
 
@@ -105,9 +105,10 @@ class Communicator:
         nodes: the node of every rank.
         control: the words by which the ranks tell each other that the group has ended.
         node_groups: symmetric memory of the own node, and the group across nodes, where the group spans several.
-        plans: the dispatcher's cache.
+        plans: the dispatcher's cache, of at most `MAX_PROBLEMS` problems besides those that graphs captured.
         quarantined: op and variant to the reason why the group does not run it any more.
-        fast_calls: the ops' cache of plans with all that a call needs besides.
+        fast_calls: the ops' cache of plans with all that a call needs besides: a kind of calls to its fast calls, each
+            with its plan; none for a kind that was called once. At most `MAX_KINDS`.
         queue: asynchronous calls on CPU tensors; all other calls wait for them.
         noted: on rank 0, problems that were called while somebody wants to tune them; None while nobody does.
 
@@ -139,7 +140,10 @@ class Communicator:
         limits = limits_for(self.environment, self.world_size, layout=self.layout)
         self.limits = self._make_memory(limits if for_kernels else replace(limits, symmetric=False))
         self.plans: dict[Any, Any] = {}
+        self._bound: dict[Any, None] = {}  # keys of plans without the mode, in the order of binding
+        self._leaving: list[Any] = []  # plans that were dropped, until there are enough to ask the GPU about
         self.fast_calls: dict[Any, Any] = {}
+        self._checked: dict[Any, int] = {}  # calls that TUNEDCOMM_CHECK counts
         self.queue = Queue()
         self.any_symmetric = False
         self._lane_order = LaneOrder(weakref.WeakMethod(self.forget_eager_plans))
@@ -329,10 +333,69 @@ class Communicator:
         self.snapshot = self._agree_on_digest(lambda: snapshot)
         self.forget_plans()
 
+    def keep_plans(self, key: tuple[Any, ...], plans: Mapping[bool, Any]) -> None:
+        """Keep the plans of a problem that was bound just now, and drop those of the one that was bound first.
+
+        All ranks bind the same problems in the same order, so they drop the same ones: a captured call that finds no
+        plan goes to the library, which must not happen on one rank alone. So a use does not count, for calls of a rank
+        whose tensors are aligned do not ask for their plan; and what made those calls fast goes with the plan. What
+        graphs captured stays.
+
+        Args:
+            key: problem, policy and limit of SMs.
+            plans: in captures or not, to the plan.
+        """
+        if key not in self._bound and len(self._bound) >= MAX_PROBLEMS:
+            self._drop_first()
+        self._bound[key] = None
+        for capturing, plan in plans.items():
+            self.plans[(*key, capturing)] = plan
+
+    def _drop_first(self) -> None:
+        while self._bound:
+            key = next(iter(self._bound))
+            del self._bound[key]
+            keys = [(*key, capturing) for capturing in (False, True) if (*key, capturing) in self.plans]
+            if any(id(self.plans[each]) in self._captured for each in keys):
+                continue
+            dropped = [self.plans.pop(each) for each in keys]
+            for kind in [kind for plan in dropped for kind in plan.kinds]:
+                self._drop_kind(kind)
+            self._leaving += dropped
+            if len(self._leaving) >= _PLANS_AT_ONCE:
+                leaving, self._leaving = self._leaving, []
+                self._retire(leaving)
+            return
+
+    def keep_fast_call(self, kind: Hashable, fast: Any = None, plan: Any = None) -> None:
+        """Keep a fast call and its plan; without them note that calls of this kind were made."""
+        known = self.fast_calls.get(kind)
+        if known is None and len(self.fast_calls) >= MAX_KINDS:
+            self._drop_kind(next(iter(self.fast_calls)))
+        self.fast_calls[kind] = (*(known or ()), *([] if fast is None else [(fast, plan)]))
+        if fast is not None:
+            plan.kinds.add(kind)
+
+    def _drop_kind(self, kind: Hashable) -> None:
+        dropped = self.fast_calls.pop(kind, ())
+        for _, plan in dropped:
+            plan.kinds.discard(kind)
+        for callback in drop_callbacks if dropped else ():
+            callback(self.group, [fast for fast, _ in dropped])
+
+    def count_checked(self, what: Hashable) -> int:
+        """The number of this call of `what`, from 1 on; the same on every rank, whichever plans it has kept."""
+        if what not in self._checked and len(self._checked) >= MAX_COUNTED:
+            del self._checked[next(iter(self._checked))]
+        self._checked[what] = number = self._checked.get(what, 0) + 1
+        return number
+
     def forget_plans(self) -> None:
         """Choose anew from the next calls on."""
-        self._retire(list(self.plans.values()))
+        self._retire([*self.plans.values(), *self._leaving])
+        self._leaving = []
         self.plans.clear()
+        self._bound.clear()
         self.forget_calls()
 
     def forget_eager_plans(self) -> None:
@@ -408,6 +471,7 @@ class Communicator:
         Overflow.forget(self.group)
         self.plans.clear()  # calls hold their communicator, and it them
         self.fast_calls.clear()
+        self._leaving.clear()
 
     @clean_thread()
     def bind(
@@ -540,6 +604,13 @@ def left_by(what: str, error: BaseException) -> str:
 
 
 _MOST_SAID = 500
+# Problems whose plans a group keeps, for sizes that never repeat would fill the memory.
+MAX_PROBLEMS = 1024
+# Kinds of calls, which tell more apart than problems: options and strides, for example.
+MAX_KINDS = 2 * MAX_PROBLEMS
+# Problems whose calls TUNEDCOMM_CHECK counts.
+MAX_COUNTED = 16 * MAX_PROBLEMS
+_PLANS_AT_ONCE = 64
 _num_barriers: CounterOf[str] = CounterOf()  # so far, by group: the same on every rank
 _kept_for_graphs: list[Any] = []
 dropped_at_exit: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
@@ -562,6 +633,14 @@ release_callbacks: list[Callable[[], None]] = []
 def on_release(callback: Callable[[], None]) -> None:
     """Call `callback` whenever communicators are released."""
     release_callbacks.append(callback)
+
+
+drop_callbacks: list[Callable[[dist.ProcessGroup, list[Any]], None]] = []
+
+
+def on_drop(callback: Callable[[dist.ProcessGroup, list[Any]], None]) -> None:
+    """Call `callback(group, fast calls)` when a communicator drops some: for caches that hold some of them."""
+    drop_callbacks.append(callback)
 
 
 forget_callbacks: list[Callable[[], None]] = []

@@ -7,10 +7,10 @@ What a call costs after that is one look-up and the kernel's C launcher. `force`
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from tunedcomm.dispatch.dispatcher import (
 from tunedcomm.dispatch.groups import get_communicator, live_communicators
 from tunedcomm.dispatch.launches import SHARE_OF_EAGER, Launch, fault_of, fresh_copies, no_intercept, norm_of
 from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError, WrongResultError
-from tunedcomm.selection.select import Decision
+from tunedcomm.selection.select import Decision, Source
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits, get_op, get_variant
 
@@ -46,17 +46,28 @@ class Plan:
     """A problem bound to a candidate and ready to launch.
 
     Attributes:
+        candidate: what runs.
+        source: the rule that chose it.
         launch: `(inputs, outputs, raw stream handle)`.
-        decision: what was chosen and why.
         wants_aligned: True for kernels, which take tensors at 16-byte boundaries only.
         policy: under which it was decided.
+        decide: makes the decision with every reason, which takes longer than a call may.
+        kinds: kinds of calls that have fast calls of this plan.
     """
 
     problem: Problem
-    decision: Decision
+    candidate: Candidate
+    source: Source
     launch: Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
     wants_aligned: bool
     policy: NumericsPolicy
+    decide: Callable[[], Decision]
+    kinds: set[Hashable] = field(default_factory=set, compare=False)
+
+    @property
+    def decision(self) -> Decision:
+        """The decision, with every reason."""
+        return self.decide()
 
 
 def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None = None) -> Plan:
@@ -67,21 +78,24 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     """
     decision = _checked_decision(communicator, problem, policy, max_sms)
     if communicator.settings.mode == "force" and not decision.is_answered:
+        decision = _decision(communicator, problem, policy, max_sms)
         raise InfeasibleError(
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
             f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
         )
+    decide_again = _decider(communicator, problem, policy, max_sms)
     counter = misses.counter(communicator, problem, decision.source, policy)
     try:
         launch = communicator.bind(problem, decision.candidate, for_calls=True, counter=counter)
     except InfeasibleError as error:
-        decision = _instead(communicator, problem, policy, max_sms, decision, error)
+        decision, decide_again = _instead(communicator, problem, policy, max_sms, decision, error)
         launch = communicator.bind(problem, decision.candidate, for_calls=True, counter=counter)
     candidate = decision.candidate
-    logger.info("%s: %s (%s)", problem, candidate, decision.why)
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s: %s (%s)", problem, candidate, decide_again().why)
     if communicator.settings.check[0] and problem.mode == "eager" and candidate.variant != "library":
         launch = _checked(communicator, problem, candidate, policy, launch)
-    return Plan(problem, decision, launch, candidate.variant != "library", policy)
+    return Plan(problem, candidate, decision.source, launch, candidate.variant != "library", policy, decide_again)
 
 
 def _instead(
@@ -91,10 +105,13 @@ def _instead(
     max_sms: int | None,
     decision: Decision,
     error: InfeasibleError,
-) -> Decision:
+) -> tuple[Decision, Callable[[], Decision]]:
     """Give way to the library where the decision turns out not to fit on the GPU.
 
     Where the policy does not admit that, a candidate that takes no more of the GPU than eager calls may follows.
+
+    Returns:
+        What is launched, and a function that makes this decision with every reason.
 
     Raises:
         InfeasibleError: neither fits, or the candidate is forced.
@@ -105,8 +122,19 @@ def _instead(
         raise error
     logger.warning("%s goes to %s: %s", problem, "the library" if admitted else "a smaller grid", error)
     if admitted:
-        return _library_instead(decision, str(error))
-    return _checked_decision(communicator, problem, policy, few)
+        instead = _library_instead(_decision(communicator, problem, policy, max_sms), str(error))
+        return instead, lambda: instead
+    return _checked_decision(communicator, problem, policy, few), _decider(communicator, problem, policy, few)
+
+
+def _decider(
+    communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
+) -> Callable[[], Decision]:
+    """A function that makes the decision of this moment again, with every reason; it holds no group."""
+    forced = _forced(communicator, problem, policy)
+    snapshot, limits, quarantined = communicator.snapshot, communicator.limits, communicator.quarantined
+    decided = partial(decide, problem, snapshot, limits, policy=policy, forced=forced, max_sms=max_sms)
+    return partial(_unless_quarantined, decided, policy, dict(quarantined)) if quarantined else decided
 
 
 def _checked(
@@ -120,10 +148,9 @@ def _checked(
     every, falls_back = communicator.settings.check
     plain = replace(problem, input_kind="plain")
     by_library = communicator.bind(plain, Candidate.of(problem.op, "library", {}), for_calls=True)
-    calls = itertools.count(1)
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        number = next(calls)
+        number = communicator.count_checked((problem, policy))
         if number % every:
             launch(inputs, outputs, stream)
             return
@@ -172,25 +199,43 @@ def check_library(problem: Problem, policy: NumericsPolicy, why: str) -> None:
 def library_plan(communicator: Communicator, problem: Problem) -> Plan:
     """The library, for calls of which too little is known to choose a kernel, or nothing may be compiled or loaded."""
     library = Candidate.of(problem.op, "library", {})
-    decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
+    decided = partial(decide, problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
     launch = communicator.bind(problem, library, for_calls=True)
-    return Plan(problem, decision, launch, False, "any")
+    return Plan(problem, library, "forced", launch, False, "any", decided)
 
 
-def _decision(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None) -> Decision:
-    check_policy(policy)
-    check_limit("max_sms", max_sms, "SMs")
+def _forced(communicator: Communicator, problem: Problem, policy: NumericsPolicy) -> Candidate | None:
+    """The candidate that something other than the databases decides for, if there is one."""
     forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
     if forced is None and communicator.settings.mode == "off":
         check_library(problem, policy, "TUNEDCOMM_MODE=off")
         forced = Candidate.of(problem.op, "library", {})
-    decision = decide(
-        problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced, max_sms=max_sms
-    )
-    reason = communicator.quarantined.get((problem.op, decision.candidate.variant))
+    return forced
+
+
+def _decision(
+    communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None, *, told: bool = True
+) -> Decision:
+    check_policy(policy)
+    check_limit("max_sms", max_sms, "SMs")
+    decided = partial(
+        decide, problem, communicator.snapshot, communicator.limits, policy=policy,
+        forced=_forced(communicator, problem, policy), max_sms=max_sms,
+    )  # fmt: skip
+    quarantined = communicator.quarantined
+    return _unless_quarantined(decided, policy, quarantined) if quarantined else decided(told=told)
+
+
+def _unless_quarantined(
+    decided: Callable[[], Decision], policy: NumericsPolicy, quarantined: Mapping[tuple[str, str], str]
+) -> Decision:
+    """The decision, or the library in the place of a variant that the group does not run any more."""
+    decision = decided()
+    op = decision.candidate.op
+    reason = quarantined.get((op, decision.candidate.variant))
     if reason is None:
         return decision
-    if not _admits_library(policy, problem.op):
+    if not _admits_library(policy, op):
         raise InfeasibleError(f"{decision.candidate}: {reason}, and numerics={policy!r} does not admit the library")
     return _library_instead(decision, reason)
 
@@ -198,11 +243,11 @@ def _decision(communicator: Communicator, problem: Problem, policy: NumericsPoli
 def _checked_decision(
     communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
 ) -> Decision:
-    """The decision, once its candidate was checked here if its rows are borrowed; collective then."""
-    decision = _decision(communicator, problem, policy, max_sms)
+    """The decision without reasons, once its candidate was checked here if its rows are borrowed; collective then."""
+    decision = _decision(communicator, problem, policy, max_sms, told=False)
     while first_use.is_due(communicator, problem, decision):
         first_use.check(communicator, problem, decision.candidate)
-        decision = _decision(communicator, problem, policy, max_sms)
+        decision = _decision(communicator, problem, policy, max_sms, told=False)
     return decision
 
 
@@ -305,9 +350,7 @@ def check_agreement(group: dist.ProcessGroup | None = None, *, device: torch.dev
     """
     communicator = get_communicator(group, device)
     agreed, forced, snapshot = communicator.settings.fields(), forced_here(), communicator.snapshot.digest
-    plans = {
-        f"{plan.problem} numerics={plan.policy}": str(plan.decision.candidate) for plan in communicator.plans.values()
-    }
+    plans = {f"{plan.problem} numerics={plan.policy}": str(plan.candidate) for plan in communicator.plans.values()}
     kinds: dict[str, Mapping[str, Any]] = {
         "snapshot": {"digest": snapshot}, "setting": agreed, "tunedcomm.force": forced, "plan": plans
     }  # fmt: skip

@@ -38,11 +38,11 @@ import contextlib
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ from torch.distributed import distributed_c10d
 
 from tunedcomm.db.misses import Counter
 from tunedcomm.dispatch import misses
-from tunedcomm.dispatch.communicator import Communicator, drop_at_exit, on_forget
+from tunedcomm.dispatch.communicator import MAX_PROBLEMS, Communicator, drop_at_exit, on_forget
 from tunedcomm.dispatch.dispatcher import MISSES, check_limit, check_policy
 from tunedcomm.dispatch.groups import get_communicator, is_dry_run
 from tunedcomm.dispatch.launches import Job, Queue, intercepted, may_intercept, no_intercept, put_off, when_due
@@ -60,7 +60,8 @@ from tunedcomm.integrations import after_warmup, check_torch
 from tunedcomm.ops.adapter import OpAdapter, Tensors, TorchCall, TorchServe
 from tunedcomm.ops.call import forget_last, leave, paths
 from tunedcomm.ops.fast_call import is_capturing
-from tunedcomm.spec import NumericsPolicy, admits, get_variant
+from tunedcomm.selection.select import Decision
+from tunedcomm.spec import NumericsPolicy, Problem, admits, get_variant
 
 _c10d: Any = torch._C._distributed_c10d
 _PATIENCE_NS = 50_000  # to hand a call to another thread and back takes about as long
@@ -96,18 +97,46 @@ class RoutedCall:
         return f"group {self.group}: {self.call} of {self.problem}: {by} ({self.why})"
 
 
+class _Record:
+    """An entry of the record, which is made when it is read: its reasons take longer than a call may.
+
+    Attributes:
+        count: calls so far.
+    """
+
+    def __init__(self, tell: Callable[[], RoutedCall]) -> None:
+        self.count = 0
+        self._tell = tell
+
+    @cached_property
+    def entry(self) -> RoutedCall:
+        return self._tell()
+
+
+def _of_plan(group: str, call: str, problem: Problem, by: str, decide: Callable[[], Decision]) -> RoutedCall:
+    return RoutedCall(group, call, str(problem), by, decide().why)
+
+
+def _counts(records: Iterable[tuple[_Record, int]]) -> dict[RoutedCall, int]:
+    counts: dict[RoutedCall, int] = {}
+    for record, count in records:
+        counts[record.entry] = counts.get(record.entry, 0) + count
+    return counts
+
+
 @dataclass(slots=True)
 class Routing:
-    """The decision for calls that look alike, and how many there were so far.
+    """The decision for calls that look alike.
 
     Attributes:
         served: True if kernels serve these calls.
+        record: counts them.
         miss: counts a call of an untuned problem that the library serves; None where that is not noted.
         may_wait: an asynchronous call may be left to the group's queue.
     """
 
     served: bool
-    count: int = 0
+    record: _Record
     may_wait: bool = False
     miss: Counter | None = None
 
@@ -125,7 +154,8 @@ class RoutedGroup:
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
         numerics: policy of its calls; None: the one in force.
         depth: number of blocks and installs that hold it.
-        record: every routing so far, also those that were replaced since.
+        record: every routing so far, also those that were replaced since, by the key of its calls and what serves them;
+            beyond `MAX_PROBLEMS` one entry for each operator and variant.
     """
 
     group: dist.ProcessGroup
@@ -133,7 +163,7 @@ class RoutedGroup:
     max_count: int | None = None
     numerics: NumericsPolicy | None = None
     depth: int = 0
-    record: dict[RoutedCall, Routing] = field(default_factory=dict)
+    record: dict[tuple[Any, ...], _Record] = field(default_factory=dict)
     side_stream: Any = None
     _communicator: Communicator | None = None
     _routings: dict[Any, Routing] = field(default_factory=dict)
@@ -176,11 +206,13 @@ class RoutedGroup:
         key = (call, adapter.op, options, x.shape, x.dtype, x.device, x.layout, capturing, policy)
         routing = self._routings.get(key)
         if routing is None:
-            routing = self._decide(call, adapter, (x, *others), options, in_place)
+            routing = self._decide(call, adapter, (x, *others), options, in_place, key)
             # A problem first met in a capture goes to the library in this graph only.
             if not capturing or routing.served:
+                if len(self._routings) >= MAX_PROBLEMS:
+                    del self._routings[next(iter(self._routings))]
                 self._routings[key] = routing
-        routing.count += 1
+        routing.record.count += 1
         if routing.miss is not None:
             routing.miss.count += 1
         return routing if routing.served else None
@@ -224,7 +256,7 @@ class RoutedGroup:
         self._communicator = None
 
     def _decide(
-        self, call: str, adapter: OpAdapter, inputs: Tensors, options: tuple[Any, ...], in_place: bool
+        self, call: str, adapter: OpAdapter, inputs: Tensors, options: tuple[Any, ...], in_place: bool, key: Any
     ) -> Routing:
         plan, by, op, x = None, "", adapter.op, inputs[0]
         problem, why = (
@@ -241,16 +273,22 @@ class RoutedGroup:
         if why and adapter.reduces and options[0] in ("sum", "avg") and self._must_be_ordered(x):
             raise InfeasibleError(f"{problem} would go to the library, and numerics='ordered' does not admit it: {why}")
         if plan is not None:
-            candidate = plan.decision.candidate
-            by = "" if candidate.variant == "library" else str(candidate)
-            problem, why = str(plan.problem), plan.decision.why
-        entry = RoutedCall(self.group.group_name, call, problem, by, why)
-        routing = self.record.setdefault(entry, Routing(bool(by)))
+            by = "" if plan.candidate.variant == "library" else str(plan.candidate)
+        place, told = (key, by), (self.group.group_name, call)
+        if len(self.record) >= MAX_PROBLEMS:
+            by = by.partition("(")[0]
+            place = ((call, op), by)
+            tell = partial(RoutedCall, *told, f"{op} of other sizes", by, f"beyond the first {MAX_PROBLEMS} problems")
+        elif plan is None:
+            tell = partial(RoutedCall, *told, problem, by, why)
+        else:
+            tell = partial(_of_plan, *told, plan.problem, by, plan.decide)
+        routing = Routing(bool(by), self.record.setdefault(place, _Record(tell)))
         if plan is not None:
-            missed = not by and plan.decision.source in MISSES
-            routing.miss = misses.counter(self.communicator, plan.problem, plan.decision.source) if missed else None
+            missed = not by and plan.source in MISSES
+            routing.miss = misses.counter(self.communicator, plan.problem, plan.source) if missed else None
             settings = self.communicator.settings
-            through_ring = x.device.type == "cpu" and not get_variant(op, plan.decision.candidate.variant).kernels
+            through_ring = x.device.type == "cpu" and not get_variant(op, plan.candidate.variant).kernels
             routing.may_wait = through_ring and not settings.debug and not settings.check[0]
         return routing
 
@@ -277,7 +315,7 @@ class RoutedGroup:
 
     def counts(self) -> dict[RoutedCall, int]:
         """Calls of every kind so far."""
-        return {entry: routing.count for entry, routing in self.record.items()}
+        return _counts((record, record.count) for record in self.record.values())
 
 
 # By identity, which is how groups are compared; one that is not held any more drops out.
@@ -588,18 +626,21 @@ class Interception:
 
     def __init__(self, groups: tuple[RoutedGroup, ...]) -> None:
         self._groups = groups
-        self._before = self._counts()
-        self._after: dict[RoutedCall, int] | None = None
+        self._before = self._all()
+        self._after: dict[_Record, int] | None = None
 
-    def _counts(self) -> dict[RoutedCall, int]:
-        return {told: count for group in self._groups for told, count in group.counts().items()}
+    def _all(self) -> dict[_Record, int]:
+        return {record: record.count for group in self._groups for record in list(group.record.values())}
+
+    def end(self) -> None:
+        """Count no more."""
+        self._after = self._all()
 
     def calls(self) -> dict[RoutedCall, int]:
         """Kinds of calls, in the order in which they were first met, to how often they were made."""
-        if self._after is not None:
-            return dict(self._after)
-        new = {told: count - self._before.get(told, 0) for told, count in self._counts().items()}
-        return {told: count for told, count in new.items() if count}
+        now = self._all() if self._after is None else self._after
+        new = ((record, count - self._before.get(record, 0)) for record, count in now.items())
+        return _counts((record, count) for record, count in new if count)
 
     @property
     def num_served(self) -> int:
@@ -713,7 +754,7 @@ def intercept(
     try:
         yield interception
     finally:
-        interception._after = interception.calls()
+        interception.end()
         _leave(held)
     for routed in held:
         after_warmup(routed.group, routed.device)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.agreement import policies
-from tunedcomm.dispatch.communicator import Communicator, current, on_forget
+from tunedcomm.dispatch.communicator import Communicator, current, on_drop, on_forget
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy
 from tunedcomm.dispatch.groups import end_group, get_communicator
 from tunedcomm.dispatch.launches import is_putting_off, when_due
@@ -169,6 +169,17 @@ def forget_last(group: dist.ProcessGroup) -> None:
     for path in paths.values():
         for last in list(path._lasts.values()):
             last.pop(group, None)
+
+
+def _forget_fast_calls(group: dist.ProcessGroup, dropped: list[FastCall]) -> None:
+    """Let calls that these served last come to `CallPath.serve`."""
+    for path in paths.values():
+        for last in list(path._lasts.values()):
+            if last.get(group) in dropped:
+                last.pop(group, None)
+
+
+on_drop(_forget_fast_calls)
 
 
 class LastCalls(dict[Group, Callable[..., Result | None]], Generic[Result]):
@@ -328,26 +339,29 @@ class CallPath(Generic[Result]):
         lasts, policy = self.last, communicator.policy(numerics)  # in this order: another thread may switch policies
         present = tuple([tensor is not None for tensor in tensors]) if adapter.repeats else ()
         signature = CallSignature(options, present, self._aliases(tensors), numerics, max_sms, is_capturing(), policy)
-        known: tuple[FastCall, ...] | None = None
-        calls = communicator.fast_calls  # another one if the call itself makes the group choose anew
+        kind = None
         if adapter.repeats and not (put_off or communicator.settings.debug):
-            key = (adapter.operator, adapter.key(tensors), x.dtype, signature)
-            with contextlib.suppress(TypeError):  # an option that cannot even be a key: the checks say so
-                known = calls.get(key, ())
-        if known is None:
-            return _unpacked(self._serve(communicator, tensors, signature)[0])  # type: ignore[no-any-return]
+            kind = (adapter.operator, adapter.key(tensors), x.dtype, signature)
+        calls = communicator.fast_calls  # another one if the call itself makes the group choose anew
+        try:
+            known: tuple[tuple[FastCall, Plan], ...] | None = None if kind is None else calls.get(kind)
+        except TypeError:  # an option that cannot even be a key: the checks say so
+            kind = known = None
         last = lasts.get(group)
-        for fast in known:
+        for fast, _ in known or ():
             result: Result | None = None if fast is last else fast(*tensors, *options, numerics, max_sms)
             if result is not None:
                 lasts[group] = fast
                 return result
         results, plan = self._serve(communicator, tensors, signature)
-        if plan is not None and len(known) < _MAX_FAST_CALLS and calls is communicator.fast_calls:
-            made = make_fast_call(communicator, adapter, plan, (tensors, results), signature)
-            if made is not None:
-                calls[key] = (*known, made)
-                lasts[group] = made
+        if kind is not None and plan is not None and calls is communicator.fast_calls:
+            if known is None:  # to write a function pays from the second call on
+                communicator.keep_fast_call(kind)
+            elif len(known) < _MAX_FAST_CALLS:
+                made = make_fast_call(communicator, adapter, plan, (tensors, results), signature)
+                if made is not None:
+                    communicator.keep_fast_call(kind, made, plan)
+                    lasts[group] = made
         return _unpacked(results)  # type: ignore[no-any-return]
 
     def repeat(
@@ -556,7 +570,8 @@ class CallPath(Generic[Result]):
             return found, True
         if not adapter.is_bounded(signature.options):
             mode: Mode = "graph" if capturing else "eager"
-            plan = communicator.plans[(*key, capturing)] = library_plan(communicator, replace(problem, mode=mode))
+            plan = library_plan(communicator, replace(problem, mode=mode))
+            communicator.keep_plans(key, {capturing: plan})
             return plan, True
         if capturing:
             check_library(
@@ -575,7 +590,7 @@ class CallPath(Generic[Result]):
             checks = communicator.snapshot.checks
             for mode in modes:
                 made[mode] = plan_for(communicator, replace(problem, mode=mode), signature.policy, signature.max_sms)
-        communicator.plans.update({(*key, mode == "graph"): plan for mode, plan in made.items()})
+        communicator.keep_plans(key, {mode == "graph": plan for mode, plan in made.items()})
         return made["eager"], True
 
 

@@ -590,8 +590,8 @@ class _GuardedPath(CallPath[torch.Tensor]):
         self.results(inputs, options, communicator.world_size, numerics, None)
         signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
         plan = self._plan(communicator, inputs, signature, in_place=False, symmetric=False)[0]
-        if plan.decision.candidate.variant == "library":
-            launch = communicator.bind(plan.problem, plan.decision.candidate)  # which does not look for NaN
+        if plan.candidate.variant == "library":
+            launch = communicator.bind(plan.problem, plan.candidate)  # which does not look for NaN
             target = nothing.new_empty(len(ids), nothing.shape[-1])
             with no_intercept():
                 launch(self.adapter.operands(inputs, options), (target,), raw_stream(communicator.device_index))

@@ -98,7 +98,7 @@ class EngineGroup:
                 routings.append(self._routed.serves(call, adapter, like, options, in_place=out is x))
             if None in routings:
                 for routing in filter(None, routings):
-                    routing.count -= 1
+                    routing.record.count -= 1
                 return None
             found = []
             with no_intercept():
