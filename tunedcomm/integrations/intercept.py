@@ -275,7 +275,7 @@ class RoutedGroup:
         if plan is not None:
             by = "" if plan.candidate.variant == "library" else str(plan.candidate)
         place, told = (key, by), (self.group.group_name, call)
-        if len(self.record) >= MAX_PROBLEMS:
+        if place not in self.record and len(self.record) >= MAX_PROBLEMS:
             by = by.partition("(")[0]
             place = ((call, op), by)
             tell = partial(RoutedCall, *told, f"{op} of other sizes", by, f"beyond the first {MAX_PROBLEMS} problems")
