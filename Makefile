@@ -82,7 +82,8 @@ test-all: $(VENV)/.installed oldest-triton
 		$(BIN)/python -m pytest tests -n $(JOBS) $(BY_FILE) $(PYTEST_ARGS)
 
 # Registration, interception, FSDP, compilation, symmetric memory, launching and the interpreter. The environment holds the
-# torch of the package index with its CUDA libraries and its own Triton, some 5 GB.
+# torch of the package index with its CUDA libraries and its own Triton, some 5 GB. Without a GPU kernels are interpreted,
+# which needs a newer Triton than torch 2.11 brings.
 TORCH ?= 2.14.1
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_TESTS := tests/unit/test_integrations.py tests/unit/test_operator_schemas.py tests/unit/test_fast_call.py \
@@ -92,6 +93,7 @@ TORCH_TESTS := tests/unit/test_integrations.py tests/unit/test_operator_schemas.
 $(TORCH_VENV)/.installed:
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile "torch==$(TORCH)" --editable ".[test]"
+	$(if $(CPU_ONLY),$(TORCH_VENV)/bin/python -m pip install --quiet --no-compile --no-deps "triton>=3.8")
 	@touch $@
 
 test-torch: $(TORCH_VENV)/.installed
