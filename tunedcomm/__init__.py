@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from tunedcomm.ops.symmetric import GatherProgress as GatherProgress
     from tunedcomm.ops.symmetric import all_gather_with_progress as all_gather_with_progress
     from tunedcomm.ops.symmetric import register_symmetric as register_symmetric
+    from tunedcomm.ops.symmetric import reserve as reserve
     from tunedcomm.ops.symmetric import symmetric_empty as symmetric_empty
     from tunedcomm.spec import Problem as Problem
     from tunedcomm.warmup import autotune as autotune
@@ -76,7 +77,7 @@ _HOMES = {
     "ops.experts": "DispatchResult ExpertBuffers Sent TokenDispatchResult ep_buffers ep_combine ep_dispatch",
     "ops.gemm": "ag_gemm gemm_ar gemm_rs",
     "ops.rms_norm": "all_reduce_rms_norm",
-    "ops.symmetric": "GatherProgress all_gather_with_progress register_symmetric symmetric_empty",
+    "ops.symmetric": "GatherProgress all_gather_with_progress register_symmetric reserve symmetric_empty",
     "spec": "Problem",
     "warmup": "autotune",
 }

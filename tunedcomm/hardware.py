@@ -262,6 +262,76 @@ def nearest(machine: Environment, stored: Iterable[Environment]) -> Environment 
     return min((other for other in stored if other.is_host == machine.is_host), key=distance, default=None)
 
 
+Place = tuple[int, int, int]  # PCI domain, bus and device
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What NVML shows a process of the machine's GPUs, which may be one of them.
+
+    Attributes:
+        own: the process's GPU.
+        fabrics: each GPU in sight to its fabric class as seen from here.
+        reached: each GPU in sight to what its links lead to, where NVML says that.
+    """
+
+    own: Place
+    fabrics: Mapping[Place, Fabric]
+    reached: Mapping[Place, frozenset[Place]]
+
+
+def sight_of(*, uuid: str = "") -> Sight | None:
+    """See `Sight`; None for a MIG slice, and where NVML cannot tell.
+
+    Args:
+        uuid: the CUDA device's UUID without prefix; of the first GPU where it is unknown.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        own, is_mig = _device(pynvml, uuid)
+        if is_mig:
+            return None
+        gpus = {_place(pynvml.nvmlDeviceGetPciInfo(gpu)): gpu for gpu in _all_gpus(pynvml)}
+        fabrics = {place: _class_of(pynvml, gpu, is_mig=False) for place, gpu in gpus.items()}
+        reached = {place: ends for place, gpu in gpus.items() if (ends := _reached(pynvml, gpu)) is not None}
+        return Sight(_place(pynvml.nvmlDeviceGetPciInfo(own)), fabrics, reached)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def put_together(environment: Environment, own: Sight | None, sights: Iterable[Sight | None]) -> Environment:
+    """The environment as a process that sees what all of them see would find it.
+
+    Args:
+        environment: what the process with the sight `own` found.
+        own, sights: of the process; of all ranks on its host.
+    """
+    if own is None:
+        return environment
+    known = [sight for sight in sights if sight is not None]
+    places = {place for sight in known for place in sight.fabrics}
+    mine = [sight.fabrics[own.own] for sight in known if own.own in sight.fabrics]
+    fabric = max(mine, key=lambda found: found.num_links)
+    if fabric.kind == "nvlink":
+        reached: dict[Place, frozenset[Place]] = {}
+        for sight in known:
+            for place, ends in sight.reached.items():
+                reached[place] = reached.get(place, frozenset()) | ends
+        fabric = replace(fabric, is_partial=any(not {place, *ends} >= places for place, ends in reached.items()))
+    elif fabric.kind == "loopback" and len(places) > 1:
+        fabric = Fabric(kind="pcie")
+    if fabric.kind == "pcie":
+        fabric = replace(fabric, has_p2p=all(found.has_p2p for sight in known for found in sight.fabrics.values()))
+    return replace(environment, fabric=str(fabric), num_links=fabric.num_links)
+
+
 def fabric_of(*, uuid: str = "") -> tuple[Fabric, str]:
     """Fabric class of a GPU, and the driver's version; `pcie` and "" where NVML cannot tell.
 
@@ -348,20 +418,21 @@ def _all_gpus(pynvml: Any) -> list[Any]:
 
 def _is_partial(pynvml: Any) -> bool:
     """True if two GPUs are known to have no link to each other; what NVML does not say counts as linked."""
+    gpus = {_place(pynvml.nvmlDeviceGetPciInfo(gpu)): gpu for gpu in _all_gpus(pynvml)}
+    reached = {place: _reached(pynvml, gpu) for place, gpu in gpus.items()}
+    return any(ends is not None and not {place, *ends}.issuperset(gpus) for place, ends in reached.items())
+
+
+def _reached(pynvml: Any, gpu: Any) -> frozenset[Place] | None:
+    """The other ends of a GPU's links; None where NVML does not say."""
     try:
-        gpus = _all_gpus(pynvml)
-        places = [_place(pynvml.nvmlDeviceGetPciInfo(gpu)) for gpu in gpus]
-        for gpu, place in zip(gpus, places, strict=True):
-            links = _active_links(pynvml, gpu)
-            reached = {_place(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link)) for link in links}
-            if not {place, *reached}.issuperset(places):
-                return True
+        links = _active_links(pynvml, gpu)
+        return frozenset(_place(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link)) for link in links)
     except (pynvml.NVMLError, AttributeError):
-        return False
-    return False
+        return None
 
 
-def _place(info: Any) -> tuple[int, int, int]:
+def _place(info: Any) -> Place:
     return (info.domain, info.bus, info.device)
 
 
@@ -442,7 +513,7 @@ def _cuda(device: int, nodes: int) -> Environment:
         memory_gib=round(properties.total_memory / 2**30),
         fabric=str(fabric),
         num_links=fabric.num_links,
-        multicast=not fabric.is_mig and _has_multicast(device),
+        multicast=not fabric.is_mig and has_multicast(device),
         nodes=nodes,
         driver=driver,
         cuda=torch.version.cuda or "",
@@ -452,7 +523,7 @@ def _cuda(device: int, nodes: int) -> Environment:
     )
 
 
-def _has_multicast(device: int) -> bool:
+def has_multicast(device: int) -> bool:
     """Asks the driver, through torch, unless the user switched multicast off; creates no multicast object."""
     if multicast_disabled():
         return False
@@ -479,6 +550,16 @@ def _host(nodes: int) -> Environment:
     import torch
 
     return Environment(gpu=_host_name(), nodes=nodes, torch=torch.__version__, triton=version_of("triton"))
+
+
+@lru_cache(maxsize=16)
+def sight(device: int | None) -> Sight | None:
+    """What this process sees of the machine of CUDA device `device`; None for the host backend."""
+    if device is None:
+        return None
+    import torch
+
+    return sight_of(uuid=str(torch.cuda.get_device_properties(device).uuid))
 
 
 @lru_cache(maxsize=16)

@@ -11,6 +11,7 @@ It yields a `Peer` for each setting worth a try, of which the fastest counts; al
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,6 +19,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from tunedcomm.hardware import ranks_may_share_a_gpu
 from tunedcomm.spec import Problem
 
 __all__ = ["LeftOut", "Peer", "Tensors", "default_group", "need_signals", "plain_gemm", "symmetric"]
@@ -58,12 +60,35 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
+def need_rendezvous(device: torch.device) -> None:
+    """Refuse where ranks call their GPUs by the same number, which PyTorch's symmetric memory takes for one GPU.
+
+    Collective at its first call.
+
+    Raises:
+        LeftOut: they do.
+    """
+    if device.type != "cuda" or not dist.is_initialized() or ranks_may_share_a_gpu():
+        return
+    if len(set(indices := _indices(device.index))) < len(indices):
+        raise LeftOut("PyTorch's symmetric memory refuses ranks that call their GPUs by the same number")
+
+
+@functools.cache
+def _indices(index: int) -> list[int]:
+    """Each rank's number of its GPU."""
+    found = [index] * dist.get_world_size()
+    dist.all_gather_object(found, index)
+    return found
+
+
 def symmetric(shape: Sequence[int], dtype: str, device: torch.device) -> torch.Tensor:
     """A tensor that all ranks address, which they make together; on the host, where none can be, an ordinary one."""
     if device.type != "cuda":
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
     import torch.distributed._symmetric_memory as symm_mem
 
+    need_rendezvous(device)
     tensor = symm_mem.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
     symm_mem.rendezvous(tensor, default_group())
     return tensor

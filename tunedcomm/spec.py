@@ -353,6 +353,8 @@ class Variant:
         default_beats_library: `(problem, limits)` to True where its default config is known to beat the library without
             a measurement; dispatch runs that config until something is measured.
         same_in_both_modes: `infeasible` and `num_blocks` give the same answer in graphs and in eager calls.
+        lane_room: `(problem, config, layout)` to the `symm.layout.Room` that it uses of a lane of the workspace, for
+            which alone there may be memory; None for all of it.
     """
 
     op: str
@@ -371,6 +373,7 @@ class Variant:
     waits_time_out: bool = True
     default_beats_library: Callable[[Problem, Limits], bool] = field(default=lambda problem, limits: False)
     same_in_both_modes: bool = False
+    lane_room: Callable[[Problem, Config, Any], Any] | None = None
 
     @property
     def is_library(self) -> bool:

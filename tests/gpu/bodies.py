@@ -422,7 +422,10 @@ def lose_peer(op: str, variant: str, mode: str, numel: int, *, kill: bool = Fals
             if kill:
                 os.kill(os.getpid(), signal.SIGKILL)
         else:
+            # The call after it says which call waited; that the process of a killed rank has ended may be seen first.
             said = f"{op} .*{mode}.* missed rank {last} of the group of {last + 1}"
+            if kill:
+                said += f"|rank {last} of the group of {last + 1} has ended"
             waited = miss(run, functools.partial(call, x, group=group), said)
     if not kill:
         dist.barrier()

@@ -136,6 +136,56 @@ def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(monkeypatch, fake, "unknown")[0].num_links == 18
 
 
+class Masked(FakeNvml):
+    """A machine of which NVML shows some GPUs; their links lead to all of it."""
+
+    def __init__(self, machine: FakeNvml, shown: Sequence[int], *, knows_links: bool = True) -> None:
+        vars(self).update(vars(machine))
+        self.nvmlDeviceGetCount = lambda: len(shown)
+        self.nvmlDeviceGetHandleByIndex = lambda index: shown[index]
+        self.nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.removeprefix("GPU-"))
+        if not knows_links:
+            self.nvmlDeviceGetNvLinkState = lambda gpu, link: 0
+
+
+@pytest.mark.parametrize(
+    "links", [[[SWITCH] * 18] * 4, mesh(4, 4), [[1, 1], [0, 0], [3, 3], [2, 2]], [[]] * 4], ids=str
+)
+def test_ranks_put_together_what_each_sees(monkeypatch: pytest.MonkeyPatch, links: list[list[Any]]) -> None:
+    """As with all GPUs in sight, whichever each process sees; also where only one of them sees more than its own."""
+    machine = FakeNvml(links, p2p=lambda one, other: one // 2 == other // 2)
+    expected = str(ask(monkeypatch, machine)[0])
+
+    def found(views: Sequence[FakeNvml]) -> set[str]:
+        sights, environments = [], []
+        for rank, view in enumerate(views):
+            monkeypatch.setitem(sys.modules, "pynvml", view)
+            sights.append(hardware.sight_of(uuid=str(rank)))
+            seen, _ = fabric_of(uuid=str(rank))
+            environments.append(replace(H200, fabric=str(seen), num_links=seen.num_links))
+        pairs = zip(environments, sights, strict=True)
+        return {hardware.put_together(environment, own, sights).fabric for environment, own in pairs}
+
+    every = range(4)
+    if links[0]:  # what NVML says of pairs needs both in sight
+        assert found([Masked(machine, [rank]) for rank in every]) == {expected}
+    assert found([Masked(machine, every if rank == 2 else [rank]) for rank in every]) == {expected}
+    blind = [Masked(machine, every if rank == 0 else [rank], knows_links=rank == 0) for rank in every]
+    assert found(blind) == {expected}
+    assert hardware.put_together(H200, None, [None] * 4) is H200
+
+
+def test_a_gpu_of_each_rank_is_not_one_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    machine, sights = FakeNvml([[]] * 2), []
+    for gpus in ([0], [1]):
+        monkeypatch.setitem(sys.modules, "pynvml", Masked(machine, gpus))
+        sights.append(hardware.sight_of(uuid=str(gpus[0])))
+    alone = replace(H200, fabric="loopback", num_links=0)
+    assert hardware.put_together(alone, sights[0], sights).fabric == "pcie"
+    assert hardware.put_together(alone, sights[0], sights[:1]).fabric == "loopback"
+
+
 def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml([[SWITCH] * 18])
     assert ask(monkeypatch, FakeNvml([])) == (Fabric(kind="pcie"), "")
@@ -150,7 +200,7 @@ def test_environment_of_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     properties = SimpleNamespace(name=name, multi_processor_count=16, major=9, minor=0, total_memory=10 << 30, uuid="b")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    monkeypatch.setattr(hardware, "_has_multicast", lambda device: True)
+    monkeypatch.setattr(hardware, "has_multicast", lambda device: True)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([[SWITCH] * 18]))
     found = hardware.detect.__wrapped__(0)
     is_slice = "MIG" in name

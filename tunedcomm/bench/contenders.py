@@ -40,7 +40,7 @@ from tunedcomm.kernels.gemm.op import (
 )
 from tunedcomm.ops import path_of, run_problem
 from tunedcomm.ops.symmetric import symmetric_empty
-from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, symmetric
+from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, need_rendezvous, symmetric
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, usual_variants, variants
 from tunedcomm.tuner.measure.timing import further_turns, num_turns
 
@@ -278,6 +278,7 @@ def _suits(problem: Problem, device: torch.device, op: str) -> bool:
         raise LeftOut(f"PyTorch's operators take {' and '.join(_DTYPES)}, not {problem.dtype}")
     if problem.numel == 0 or problem.nbytes % (_GRANULE * problem.world_size):
         raise LeftOut(f"{problem.nbytes} bytes are no multiple of {_GRANULE} for each of {problem.world_size} ranks")
+    need_rendezvous(device)
     return True
 
 
@@ -379,6 +380,8 @@ def _fused_gemm(problem: Problem, device: torch.device) -> Iterator[Peer]:
     """PyTorch's operators of asynchronous tensor parallelism. They return memory of their own, which is copied."""
     if device.type != "cuda" or problem.reduction not in ("", "sum", "avg"):
         return
+    if problem.op in ("ag_gemm", "gemm_rs"):
+        need_rendezvous(device)
     if problem.op == "ag_gemm":
         _check_fused_gemm(problem, gathers=True)
         operators = _gathers_with_gemm(problem)

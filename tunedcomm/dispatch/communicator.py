@@ -59,17 +59,26 @@ from tunedcomm.errors import (
     TuningError,
     WorkspaceError,
 )
-from tunedcomm.hardware import HARD_FIELDS, Environment, detect
+from tunedcomm.hardware import HARD_FIELDS, Environment, Sight, detect, kernel_identity, put_together, sight
 from tunedcomm.kernels.common.launch import within
 from tunedcomm.kernels.moe.op import Overflow
 from tunedcomm.selection.snapshot import Snapshot
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_variant
+from tunedcomm.space import Value
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, Variant, get_variant
 from tunedcomm.state import clean_thread
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.control import Control
 from tunedcomm.symm.exchange import AFTERWARDS, exchange, leave, set_up
 from tunedcomm.symm.layout import LaneLayout, limits_for
-from tunedcomm.symm.nodes import NodeGroups, NoWorkspace, make_node_groups, node_name, nodes_of, ranks_per_node
+from tunedcomm.symm.nodes import (
+    NodeGroups,
+    NoWorkspace,
+    make_node_groups,
+    node_name,
+    nodes_of,
+    ranks_per_node,
+    shares_hosts,
+)
 from tunedcomm.symm.ring import HostRing
 from tunedcomm.symm.workspace import Workspace
 
@@ -242,12 +251,23 @@ class Communicator:
         raise refusal
 
     def _agree_on_hardware(self) -> Environment:
-        self.nodes = nodes_of(self.exchange(node_name(self.settings.node_of_rank)))
+        everyone = self.exchange((node_name(self.settings.node_of_rank), kernel_identity().rpartition(" ")[0]))
+        self.nodes = nodes_of([name for name, _ in everyone])
+        if self.rank == 0 and not self.settings.node_of_rank and shares_hosts(everyone):
+            warn_once(
+                "ranks of different host names run on one machine, as in pods, and count as several nodes, between "
+                "which the library serves; set TUNEDCOMM_NODE_OF_RANK to one number for each rank, such as "
+                f"{','.join('0' for _ in everyone)}, if they can share memory"
+            )
         index = self.device.index if self.device.type == "cuda" else None
+        sights: list[Sight | None] = [None] * self.world_size
+        if index is not None:
+            sights = on_every_rank(self.group, "look at its machine", lambda: sight(index))
+        here = [seen for seen, node in zip(sights, self.nodes, strict=True) if node == self.nodes[self.rank]]
         return agree(
             self.group,
             "hardware",
-            lambda: detect(index, nodes=len(set(self.nodes))),
+            lambda: put_together(detect(index, nodes=len(set(self.nodes))), sights[self.rank], here),
             lambda found: dict(zip(HARD_FIELDS, found.hard_key, strict=True)),
         )
 
@@ -285,7 +305,13 @@ class Communicator:
         if self.workspace is not None:
             self.workspace.ring = self.ring
         spanned = limits.ranks_per_node if self.node_groups else 0
-        return replace(limits, symmetric=self.workspace is not None, ranks_per_node=spanned)
+        multicast = limits.multicast and self._maps_multicast()
+        return replace(limits, symmetric=self.workspace is not None, ranks_per_node=spanned, multicast=multicast)
+
+    def _maps_multicast(self) -> bool:
+        """True if every rank has mapped multicast addresses of the lanes; collective."""
+        lanes = () if self.workspace is None else self.workspace.lanes.values()
+        return all(self.exchange(bool(lanes) and all(lane.multicast for lane in lanes)))
 
     def _agree_on_snapshot(self, find: Callable[[], Sequence[Layer] | None] = lambda: None) -> Snapshot:
         """Rank 0's merged layers on every rank; `find` names them there, None means every process' layers."""
@@ -494,6 +520,7 @@ class Communicator:
         if problem.mode == "eager" and config.get("launch_pdl"):
             config["launch_pdl"] = not self._has_graphs  # a kernel launched early takes room and waits: see LaneOrder
             self._has_yielding_eager = True
+        self._back(problem, variant, config)
         with within(SHARE_OF_EAGER if problem.mode == "eager" else 1.0) as residency:
             try:
                 launch = variant.bind(problem, config, workspace)
@@ -555,6 +582,23 @@ class Communicator:
         if self.nan_watch is not None and has_input:
             launch = self.nan_watch.guard(problem, launch)
         return launch
+
+    def _back(self, problem: Problem, variant: Variant, config: Mapping[str, Value]) -> None:
+        """Have memory for what a call uses of its lane, before any step that may fail on this rank alone.
+
+        Raises:
+            InfeasibleError: too little memory, on every rank alike.
+        """
+        workspace = self.workspace or (self.node_groups and self.node_groups.workspace)
+        if not workspace or problem.mode not in workspace.rooms:
+            return
+        layout = workspace.layout
+        try:
+            workspace.back(
+                problem.mode, variant.lane_room(problem, config, layout) if variant.lane_room else layout.room
+            )
+        except WorkspaceError as error:
+            raise InfeasibleError(f"{problem}: no room for {variant.name}: {error}") from error
 
     def order_streams(self, capturing: bool, stream: int) -> None:
         """Put this call behind the lane's last one if that ran on another stream.

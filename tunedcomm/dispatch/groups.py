@@ -118,7 +118,7 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
             raise
         # Only torch's table of groups keeps this object, which ends with the group's place there.
         if (known := dist.distributed_c10d._world.pg_map.get(resolved)) is not None:
-            weakref.finalize(known[1], _forget_calls).atexit = False
+            weakref.finalize(known[1], _leave_table, weakref.ref(resolved)).atexit = False
     return found
 
 
@@ -129,16 +129,17 @@ def _usual_device(group: dist.ProcessGroup) -> torch.device:
     return getattr(group, "bound_device_id", None) or torch.device("cuda", torch.cuda.current_device())
 
 
-def _forget_calls() -> None:
-    """Ask again which groups there are, after one was destroyed."""
+def _leave_table(reference: weakref.ref[dist.ProcessGroup]) -> None:
+    """Ask again which groups there are, after one was destroyed, and free its memory."""
     for callback in forget_callbacks:
         callback()
+    _drop_destroyed(reference())
 
 
-def _drop_destroyed() -> None:
-    """Free the memory of groups that were destroyed, unless graphs may still use it."""
+def _drop_destroyed(ended: dist.ProcessGroup | None = None) -> None:
+    """Free the memory of groups that were destroyed, such as `ended`, unless graphs may still use it."""
     for key, communicator in list(_communicators.items()):
-        if not _is_member(key[0]) and not communicator._captured:
+        if (key[0] is ended or not _is_member(key[0])) and not communicator._captured:
             if communicator.device.type == "cuda":
                 torch.cuda.synchronize(communicator.device)
             communicator.release(for_graphs=False)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.groups import get_communicator
-from tunedcomm.errors import NotInitializedError, UnsupportedInputError, WorkspaceError
+from tunedcomm.errors import AgreementError, NotInitializedError, UnsupportedInputError, WorkspaceError
 from tunedcomm.kernels.all_gather.progress import AREA_BYTES, MAX_CHUNKS, Sender
 from tunedcomm.ops.checks import check_differentiable, check_input, check_plain
 from tunedcomm.ops.fast_call import is_capturing, is_usable, raw_stream
@@ -59,6 +59,34 @@ def symmetric_empty(
         tensor = buffer.local[: numel * dtype.itemsize].view(dtype).view(shape)
         communicator.register_symmetric(tensor, buffer)
     return tensor
+
+
+def reserve(nbytes: int, *, group: dist.ProcessGroup | None = None) -> None:
+    """Have device memory for calls on messages of up to `nbytes` now; collective, never inside a graph capture.
+
+    A group on GPUs takes memory as its calls need it. An engine that gives all free memory to a cache calls this
+    before, for the largest message that it will send. The group then has what a TUNEDCOMM_WORKSPACE_MIB of that size
+    allows, for eager and for captured calls; that variable is the upper limit. Panels of fused GEMMs are not part of
+    it. Where NVLink multicast is used, and on CPUs, all memory is there from the start, and nothing happens.
+
+    Args:
+        nbytes: bytes of a message, the same on every rank.
+        group: by default the default group.
+
+    Raises:
+        UnsupportedInputError: `nbytes` is not a positive whole number.
+        AgreementError: on every rank, where `nbytes` differs between ranks.
+        WorkspaceError: too little memory on some rank, or a graph is being captured.
+    """
+    if not isinstance(nbytes, int) or nbytes <= 0:
+        raise UnsupportedInputError(f"nbytes={nbytes!r} is not a number of bytes; give one above 0, such as 16 << 20")
+    communicator = get_communicator(group)
+    _refuse_capture(communicator.device)
+    with communicator.whole("reserve"):
+        if len(set(asked := communicator.exchange(nbytes))) > 1:
+            raise AgreementError(f"the ranks reserve different numbers of bytes, by rank: {asked}")
+        if communicator.workspace is not None:
+            communicator.workspace.reserve(nbytes)
 
 
 def _refuse_capture(device: torch.device) -> None:

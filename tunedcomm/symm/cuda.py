@@ -1,4 +1,4 @@
-"""Symmetric memory of GPUs, through `torch.distributed._symmetric_memory`.
+"""Symmetric memory of GPUs: PyTorch's where NVLink multicast can be mapped, else the library's own (`symm.mapped`).
 
 PyTorch numbers the steps of its rendezvous by a counter of the process and not of the group, and puts that number into
 the keys under which the ranks meet. Ranks that have met in different numbers of groups before would wait for each other
@@ -19,8 +19,10 @@ from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _S
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
 from tunedcomm.errors import WorkspaceError
+from tunedcomm.symm import mapped
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.exchange import exchange
+from tunedcomm.symm.mapped import Driver, MappedMemory, views_of
 
 _STEP = re.compile(r"(.*)/(\d+)/(\d+)")
 
@@ -87,8 +89,20 @@ def map_tensor(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffe
     """Exchange the addresses of a tensor allocated with `symm_mem.empty`; collective over the group.
 
     Raises:
-        WorkspaceError: the tensor was not allocated as symmetric memory, or the exchange failed.
+        WorkspaceError: on every rank, if a tensor was not allocated as symmetric memory or cannot be mapped.
     """
+    driver = Driver(tensor.device)
+    return _rendezvous(tensor, group) if _has_multicast(group, driver) else mapped.map_tensor(tensor, group, driver)
+
+
+def _has_multicast(group: dist.ProcessGroup, driver: Driver) -> bool:
+    """True if PyTorch shall make a group's memory: it maps multicast, and takes ranks whose GPUs have other numbers."""
+    views = views_of(group, driver)
+    return all(view.multicast for view in views) and len({view.index for view in views}) == len(views)
+
+
+def _rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffer:
+    """`map_tensor` by PyTorch."""
     try:
         handle = _SymmetricMemory.rendezvous(tensor, _meeting(group))
     except RuntimeError as error:
@@ -103,8 +117,17 @@ def map_tensor(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffe
     )
 
 
-def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
+def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int, *, first: int | None) -> SymmetricBuffer:
     """See `tunedcomm.symm.workspace.allocate`."""
+    driver = Driver(device)
+    if _has_multicast(group, driver):
+        return _allocate_by_rendezvous(group, device, nbytes)
+    memory = MappedMemory(group, driver, nbytes)
+    memory.back([(0, nbytes if first is None else first)])
+    return memory.buffer()
+
+
+def _allocate_by_rendezvous(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
     failure: str | None = None
     try:
         tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
@@ -119,7 +142,7 @@ def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Sym
             "lower TUNEDCOMM_WORKSPACE_MIB or free device memory"
         )
     torch.cuda.synchronize(device)  # no peer may write before the zeros are there
-    buffer = map_tensor(tensor, group)
+    buffer = _rendezvous(tensor, group)
     if buffer.addresses[buffer.rank] != tensor.data_ptr():
         raise WorkspaceError(
             f"symmetric memory maps this rank's buffer at {buffer.addresses[buffer.rank]:#x}, but it lies at "

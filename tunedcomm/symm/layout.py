@@ -41,6 +41,7 @@ block b reads entry b; at its end it writes the new value to the entries b, b + 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from tunedcomm import settings
 from tunedcomm.hardware import Environment, Fabric
@@ -68,6 +69,19 @@ _MIB = 1 << 20
 _PANELS_OF_STAGING = 16  # matrices of fused GEMMs may be this many times as large as the staging
 _LAMPORT_SHARE = 4  # a Lamport stage holds a quarter of the staging; larger messages are faster by flags
 _ONE_SHOT_MAX = 4 * _MIB  # a one-shot reads world_size × the message over the links; never best above this
+
+
+class Room(NamedTuple):
+    """Bytes that a call uses of a lane's areas, from each one's start: flags and counters are always there."""
+
+    stage: int = 0
+    one_shot: int = 0
+    scatter: int = 0
+    gather: int = 0
+
+    def __or__(self, other: tuple[Any, ...]) -> Room:
+        """What either takes."""
+        return Room(*map(max, self, other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +130,27 @@ class LaneLayout:
     def total_bytes(self) -> int:
         """Bytes of a lane, a multiple of 4 KiB."""
         return -(-(self.gather + self.staging_bytes) // 4096) * 4096
+
+    @property
+    def room(self) -> Room:
+        """All areas."""
+        return Room(self.stage_bytes, self.one_shot_bytes, self.staging_bytes, self.staging_bytes)
+
+    def rounded(self, room: Room) -> Room:
+        """Powers of two, so that a lane grows a few times at most; no more than there is."""
+        return Room(*(n and min(1 << (n - 1).bit_length(), most) for n, most in zip(room, self.room, strict=True)))
+
+    def ranges(self, room: Room) -> list[tuple[int, int]]:
+        """Offsets (start, stop) of what a room covers of a lane."""
+        starts = (
+            (self.arena, room.stage),
+            (self.arena + self.stage_bytes, room.stage),
+            (self.one_shot, room.one_shot),
+            (self.one_shot + self.one_shot_bytes, room.one_shot),
+            (self.scatter, room.scatter),
+            (self.gather, room.gather),
+        )
+        return [(0, DATA_OFFSET), *((start, start + nbytes) for start, nbytes in starts if nbytes)]
 
 
 def rotate(addresses: tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -82,6 +82,15 @@ def nodes_of(names: Sequence[str]) -> tuple[int, ...]:
     return tuple(distinct.index(name) for name in names)
 
 
+def shares_hosts(everyone: Sequence[tuple[str, str]]) -> bool:
+    """True if nodes of different names run on one kernel.
+
+    Args:
+        everyone: each rank's (name of the node, boot of the kernel).
+    """
+    return len({boot for _, boot in everyone}) < len({name for name, _ in everyone})
+
+
 def ranks_per_node(nodes: Sequence[int]) -> int:
     """Number of ranks on every node; 0 where they differ or there is only one node."""
     counts = {nodes.count(node) for node in nodes}

@@ -20,7 +20,8 @@ from tunedcomm.state import clean_thread
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate_on_host
 from tunedcomm.symm.control import Control
 from tunedcomm.symm.exchange import exchange, set_up
-from tunedcomm.symm.layout import LANES, PANEL_DATA, LaneLayout, rotate
+from tunedcomm.symm.layout import DATA_OFFSET, LANES, PANEL_DATA, LaneLayout, Room, rotate
+from tunedcomm.symm.mapped import MappedMemory
 from tunedcomm.symm.ring import HostRing
 
 _SENTINEL_WORD = -0x80000000
@@ -29,8 +30,16 @@ _MIN_SCRATCH_BYTES = 1 << 20
 
 
 @clean_thread()
-def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
+def allocate(
+    group: dist.ProcessGroup, device: torch.device, nbytes: int, *, first: int | None = None
+) -> SymmetricBuffer:
     """Allocate `nbytes` on every rank of `group` and exchange the addresses; collective over the group.
+
+    Args:
+        group: process group.
+        device: where the memory is.
+        nbytes: the same on every rank.
+        first: how many of the bytes are used for now; others may lack memory until `MappedMemory.back`.
 
     Raises:
         WorkspaceError: the memory could not be allocated or mapped; the text names the size and the cause.
@@ -38,7 +47,7 @@ def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Sym
     if device.type == "cuda":
         from tunedcomm.symm import cuda
 
-        return cuda.allocate(group, device, nbytes)
+        return cuda.allocate(group, device, nbytes, first=first)
     return allocate_on_host(group, nbytes)
 
 
@@ -72,6 +81,12 @@ class Panels(Lane):
     def data(self) -> int:
         """Address of the data on this rank."""
         return self.local + PANEL_DATA
+
+
+def _held(buffer: SymmetricBuffer) -> int:
+    """Bytes of memory that an allocation takes on this rank."""
+    memory = buffer.owner
+    return sum(stop - start for start, stop in memory.backed) if isinstance(memory, MappedMemory) else buffer.nbytes
 
 
 class _Lanes(dict[Mode, Lane]):
@@ -112,6 +127,7 @@ class Workspace:
         self.timeout_ns = control.timeout_ns
         # An allocation a lane: PyTorch's operators keep their flags by allocation, so lanes do not share those either.
         self.buffers: dict[Mode, SymmetricBuffer] = {}
+        self.rooms: dict[Mode, Room] = {}  # what there is memory for, where lanes have it as calls need it
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.symmetric: dict[int, SymmetricBuffer] = {}
@@ -125,14 +141,56 @@ class Workspace:
                 self.lanes[mode]
 
     def _make_lane(self, mode: Mode) -> Lane:
-        buffer = allocate(self.group, self.device, self.layout.total_bytes)
+        buffer = allocate(self.group, self.device, self.layout.total_bytes, first=DATA_OFFSET)
         with set_up(self.group, anew=False):
-            buffer.local[self.layout.arena : self.layout.one_shot].view(torch.int32).fill_(_SENTINEL_WORD)
+            for start, stop in self._arena_of(buffer):
+                buffer.local[start:stop].view(torch.int32).fill_(_SENTINEL_WORD)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             exchange(self.group, None)  # no rank may send before every rank has armed its arena
-        self.buffers[mode] = buffer
+        self.buffers[mode], self.rooms[mode] = buffer, Room()
         return Lane(*self._addresses(buffer))
+
+    def _arena_of(self, buffer: SymmetricBuffer) -> list[tuple[int, int]]:
+        """Offsets (start, stop) of those parts of a lane's arena that are backed by memory."""
+        backed = buffer.owner.backed if isinstance(buffer.owner, MappedMemory) else [(0, buffer.nbytes)]
+        clipped = [(max(start, self.layout.arena), min(stop, self.layout.one_shot)) for start, stop in backed]
+        return [(start, stop) for start, stop in clipped if start < stop]
+
+    def back(self, mode: Mode, room: Room) -> None:
+        """Have memory for what a call uses of a lane; collective where it lacks any, never during a capture.
+
+        On GPUs a lane has addresses for its whole layout, and memory for what calls have used so far. It grows to
+        powers of two. Ranks that bind the same calls in the same order grow alike.
+
+        Raises:
+            WorkspaceError: on every rank alike, where any has too little memory.
+        """
+        memory = self.buffers[mode].owner if mode in self.buffers else None
+        if not isinstance(memory, MappedMemory) or self.rooms[mode] | room == self.rooms[mode]:
+            return
+        wanted = self.rooms[mode] | self.layout.rounded(room)
+
+        def fill(piece: torch.Tensor, offset: int) -> None:
+            piece.zero_()
+            start, stop = max(self.layout.arena - offset, 0), min(self.layout.one_shot - offset, len(piece))
+            if start < stop:
+                piece[start:stop].view(torch.int32).fill_(_SENTINEL_WORD)
+
+        memory.back(self.layout.ranges(wanted), fill)
+        self.rooms[mode] = wanted
+
+    def reserve(self, nbytes: int) -> None:
+        """Have memory in all lanes for messages of up to `nbytes`; see `back`."""
+        room = LaneLayout.for_messages(nbytes).room
+        for mode in LANES:
+            self.back(mode, room)
+
+    def held_bytes(self) -> int:
+        """Bytes of device memory that lanes, panels, scratch and symmetric tensors take on this rank."""
+        buffers = [*self.buffers.values(), *(p.buffer for made in self._panels.values() for p in made)]
+        shared = sum(_held(buffer) for buffer in {id(b): b for b in (*buffers, *self.symmetric.values())}.values())
+        return shared + sum(room.nbytes for made in self._scratch.values() for room in made)
 
     def status_argument(self, problem: Problem) -> int:
         """The kernels' argument `status`, see `Control.status_argument`."""
@@ -166,15 +224,6 @@ class Workspace:
         """Fields of `Lane` for a buffer."""
         return buffer.addresses[self.rank], rotate(buffer.addresses, self.rank), buffer.multicast_address
 
-    def staging(self, mode: Mode, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first `numel` elements of a lane's gather area, for library operators on peers' memory.
-
-        Not the scatter area: the operators read it after their last barrier, when a peer may be in its next call and
-        write.
-        """
-        start = self.layout.gather
-        return self.buffers[mode].local[start : start + numel * dtype.itemsize].view(dtype)
-
     def rearm(self, mode: Mode) -> int:
         """Restore the sentinel in a lane's arena; returns the number of words that differed, 0 after correct calls.
 
@@ -182,12 +231,14 @@ class Workspace:
         """
         if mode not in self.buffers:
             return 0
-        arena = self.buffers[mode].local[self.layout.arena : self.layout.one_shot].view(torch.int32)
-        count = int((arena != _SENTINEL_WORD).sum())
-        if count:
-            arena.fill_(_SENTINEL_WORD)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+        count, buffer = 0, self.buffers[mode]
+        for start, stop in self._arena_of(buffer):
+            arena = buffer.local[start:stop].view(torch.int32)
+            if found := int((arena != _SENTINEL_WORD).sum()):
+                arena.fill_(_SENTINEL_WORD)
+                count += found
+        if count and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return count
 
     def register(self, tensor: torch.Tensor, buffer: SymmetricBuffer) -> None:

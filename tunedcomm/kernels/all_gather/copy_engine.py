@@ -40,6 +40,7 @@ from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.variant import Workspace, lane_arguments
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 _MIN_CHUNK = 128 * 1024  # on GPUs: smaller copies cost more to launch than to send
 _TAKEN = FREE_EVENT  # and the next: of copies to the output, in turn
@@ -96,6 +97,12 @@ class CopyEngine(AllGatherVariant, registered=True):
         chunk, num_chunks = self.cut(problem, config, limits.staging_bytes)
         slots = problem.world_size - 1
         return refuse_staging(problem, limits, chunk_bytes=chunk, num_chunks=num_chunks, slots=slots)
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        if config["direction"] == "pull":
+            return Room() if problem.input_kind == "symmetric" else Room(scatter=problem.nbytes)
+        chunk, num_chunks = self.cut(problem, config, layout.staging_bytes)
+        return Room(gather=(problem.world_size - 1) * min(num_chunks, RING) * chunk)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         if problem.input_kind == "symmetric":

@@ -53,6 +53,7 @@ from tunedcomm.kernels.common.sync import SENTINEL, load_packets, poll_packets, 
 from tunedcomm.kernels.common.variant import PULL_GRID, LamportVariant, PullVariant, Workspace
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 
 @triton.jit
@@ -192,3 +193,9 @@ class Pull(PullVariant, AllGatherVariant, registered=True):
         if problem.input_kind == "symmetric" or packets_of(problem.nbytes) * 16 > layout.one_shot_bytes:
             return layout.scatter, 0, 1
         return *super().arguments(problem, config, workspace), 0
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        nbytes = packets_of(problem.nbytes) * 16
+        if problem.input_kind == "symmetric":
+            return Room()
+        return Room(scatter=nbytes) if nbytes > layout.one_shot_bytes else Room(one_shot=nbytes)

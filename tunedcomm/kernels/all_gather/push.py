@@ -48,6 +48,7 @@ from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import PUSH_GRID, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 LAG = tl.constexpr(2)
 
@@ -158,6 +159,10 @@ class Push(AllGatherVariant, registered=True):
         return refuse_staging(
             problem, limits, chunk_bytes=span * PACKET_BYTES, num_chunks=num_chunks, slots=self.slots(problem)
         ) or blocks_and_threads(config, limits, packets, max_rounds=max_rounds)
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        span, num_chunks, _ = self.cut(problem, config, layout.staging_bytes)
+        return Room(gather=self.slots(problem) * min(num_chunks, RING) * span * PACKET_BYTES)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         if limits.backend == "host":

@@ -43,7 +43,7 @@ from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import lane_arguments
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
-from tunedcomm.symm.layout import MAX_WORLD_SIZE
+from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout, Room
 
 if TYPE_CHECKING:
     from tunedcomm.symm.nodes import NodeGroups
@@ -157,6 +157,11 @@ class Hierarchical(AllReduceVariant, registered=True):
         ranks = max(limits.ranks_per_node, 2)
         share = -(-packets_of(problem.nbytes) // ranks)
         return {"ranks_per_node": ranks, "num_blocks": min(share / 512, 132), "num_warps": 16}
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        ranks, piece = int(config["ranks_per_node"]), _piece_numel(problem, config, layout.staging_bytes)
+        nbytes = -(-packets_of(piece * ITEMSIZE[problem.dtype]) // ranks) * ranks * PACKET_BYTES
+        return Room(scatter=nbytes, gather=nbytes)
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         """Not known: the grid goes round once and more for each piece."""

@@ -45,6 +45,7 @@ from tunedcomm.kernels.common.sync import SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, LamportVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 
 @triton.jit
@@ -164,6 +165,9 @@ class TwoShotLamport(AllReduceVariant, registered=True):
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return refuse_stage(problem, limits, 2 * slice_packets(problem) * PACKET_BYTES)
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room(stage=2 * slice_packets(problem) * PACKET_BYTES * problem.world_size)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         share = slice_packets(problem)

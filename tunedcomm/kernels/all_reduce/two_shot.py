@@ -67,6 +67,7 @@ from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 RING = tl.constexpr(3)
 SPLIT_RING = tl.constexpr(4)
@@ -325,6 +326,9 @@ class TwoShot(_Chunked, registered=True):
         if int(config["num_chunks"]) > 1:
             return "in place on symmetric memory there is nothing to overlap: only num_chunks=1"
         return None
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room() if _on_peers(problem) else super().lane_room(problem, config, layout)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         share = slice_packets(problem)

@@ -46,11 +46,12 @@ from tunedcomm.kernels.common.lane import (
     shifted,
     write_counter,
 )
-from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, sum_packets
+from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, packets_of, sum_packets
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 
 @triton.jit
@@ -109,6 +110,9 @@ class OneShot(RmsNormVariant, registered=True):
         if int(config["num_blocks"]) > problem.shape[0]:
             return f"{config['num_blocks']} blocks for {problem.shape[0]} rows: the others would have nothing to do"
         return None
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room(one_shot=packets_of(problem.nbytes) * PACKET_BYTES)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(problem.shape[0], 128), "num_warps": row_warps(problem)}
@@ -268,8 +272,7 @@ class TwoShot(RmsNormVariant, registered=True):
             return f"{problem.shape[0]} rows are less than one chunk of {rows} for each of {blocks} blocks"
         if blocks > problem.shape[0]:
             return f"{problem.shape[0]} rows leave some of {blocks} blocks without work"
-        chunks, share = self.num_rounds(problem, config), -(-row_packets(problem) // problem.world_size)
-        needed = min(chunks, 2 * lag + 1) * blocks * rows * problem.world_size * share * PACKET_BYTES
+        chunks, needed = self.num_rounds(problem, config), self._staged(problem, config)
         if needed > limits.staging_bytes:
             return (
                 f"chunks of {rows} rows for {blocks} blocks need {needed} bytes of staging; there are "
@@ -278,6 +281,17 @@ class TwoShot(RmsNormVariant, registered=True):
         if lag > 1 and chunks <= 2 * lag:
             return f"{chunks} chunks are pushed before the first is finished with a lag of {lag}"
         return None
+
+    def _staged(self, problem: Problem, config: Config) -> int:
+        """Bytes of the chunks that are under way."""
+        share = -(-row_packets(problem) // problem.world_size)
+        num_rows = int(config["num_blocks"]) * int(config["rows"])
+        ring = min(self.num_rounds(problem, config), 2 * int(config["lag"]) + 1)
+        return ring * num_rows * problem.world_size * share * PACKET_BYTES
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        nbytes = self._staged(problem, config)
+        return Room(scatter=nbytes, gather=nbytes)
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
         counted = {**config, "num_chunks": self.num_rounds(problem, config)}

@@ -32,6 +32,7 @@ from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.sync import SENTINEL, load_packets, poll_from, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 
 @triton.jit
@@ -134,6 +135,9 @@ class Lamport(_OfPackets, registered=True):
         stage = packets_of(problem.nbytes) * PACKET_BYTES
         return super().refuse_config(problem, config, limits) or refuse_stage(problem, limits, stage)
 
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room(stage=packets_of(problem.nbytes) * PACKET_BYTES * problem.world_size)
+
 
 class TwoShotLamport(_OfPackets, registered=True):
     name = "two_shot_lamport"
@@ -147,8 +151,13 @@ class TwoShotLamport(_OfPackets, registered=True):
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := super().refuse_config(problem, config, limits) or refuse_empty_slices(problem):
             return reason
-        if (
-            problem.world_size * slice_packets(problem) + packets_of(problem.nbytes)
-        ) * PACKET_BYTES > limits.stage_bytes:
+        if self._staged(problem) > limits.stage_bytes:
             return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
         return None
+
+    def _staged(self, problem: Problem) -> int:
+        """Bytes of all slices, and of the gathered sums."""
+        return (problem.world_size * slice_packets(problem) + packets_of(problem.nbytes)) * PACKET_BYTES
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room(stage=self._staged(problem))

@@ -192,6 +192,9 @@ class Pull(PullVariant, AllToAllVariant, registered=True):
         }
     )
 
+    def num_staged(self, problem: Problem) -> int:
+        return problem.world_size - 1
+
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := self.refuse(problem, limits):
             return reason

@@ -36,6 +36,7 @@ from tunedcomm.kernels.common.sync import (
 from tunedcomm.kernels.common.variant import LamportVariant
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 _MASK_BYTES = 4
 
@@ -107,5 +108,11 @@ class Lamport(LamportVariant, BroadcastVariant, registered=True):
     kernels = (lamport_kernel,)
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        stage_bytes = self.work_packets(problem) * (PACKET_BYTES + _MASK_BYTES) + problem.world_size * PACKET_BYTES
-        return refuse_stage(problem, limits, -(-stage_bytes // problem.world_size))
+        return refuse_stage(problem, limits, -(-self._staged(problem) // problem.world_size))
+
+    def _staged(self, problem: Problem) -> int:
+        """Bytes of packets, masks and greetings."""
+        return self.work_packets(problem) * (PACKET_BYTES + _MASK_BYTES) + problem.world_size * PACKET_BYTES
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room(stage=self._staged(problem))

@@ -14,6 +14,7 @@ from tunedcomm.kernels.common.reference import reduced
 from tunedcomm.kernels.common.variant import VariantBase, all_gather_single
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 if TYPE_CHECKING:
     import torch
@@ -82,3 +83,6 @@ class InOrderVariant(VariantBase):
 
     def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
         return {}
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room()

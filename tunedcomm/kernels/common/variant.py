@@ -38,7 +38,7 @@ from tunedcomm.kernels.common.launch import AddressLaunch, Argument, CompileRequ
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, packets_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import DTYPES, Limits, Numerics, Problem, Variant, register_variant
-from tunedcomm.symm.layout import MAX_WORLD_SIZE
+from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout, Room
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace as Workspace  # noqa: PLC0414 - the files of variants import it from here
@@ -118,6 +118,10 @@ class VariantBase:
         """Rounds of the grid that do all the work; 0 where that is not known."""
         return 0
 
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        """What a call uses of a lane; there may be memory for nothing else. By default all of it."""
+        return layout.room
+
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         return ()
 
@@ -146,6 +150,12 @@ class Collective(NamedTuple):
         requests: Iterable[CompileRequest] = self.variant.compile_requests(self.problem, self.config)
         return requests
 
+    def lane_room(self, layout: LaneLayout) -> Room:
+        room: Room = (
+            self.variant.lane_room(self.problem, self.config, layout) if self.variant.lane_room else layout.room
+        )
+        return room
+
     def bind(self, workspace: Workspace) -> AddressLaunch:
         launch = self.variant.bind(self.problem, self.config, workspace)
         assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
@@ -168,6 +178,10 @@ class ComposedVariant(VariantBase):
             return reason
         reasons = (collective.refuse(limits) for collective in self.collectives(problem, config))
         return next((reason for reason in reasons if reason), None)
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        rooms = [collective.lane_room(layout) for collective in self.collectives(problem, config)]
+        return functools.reduce(Room.__or__, rooms, Room())
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         """Rounds of the first collective's grid."""
@@ -192,6 +206,9 @@ class LibraryVariant(VariantBase):
 
     def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
         return {}
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room()
 
 
 class KernelVariant(VariantBase):
@@ -347,6 +364,9 @@ class LamportVariant(KernelVariant):
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return refuse_stage(problem, limits, self.work_packets(problem) * self.packet_bytes)
 
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room(stage=self.work_packets(problem) * self.packet_bytes * problem.world_size)
+
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         packets = self.work_packets(problem)
         warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
@@ -383,9 +403,17 @@ class RingVariant(KernelVariant):
         rounds, chunks = self.num_rounds(problem, config), int(config["num_chunks"])
         if rounds < chunks and chunks > 1:
             return f"{rounds} rounds cannot be split into {chunks} chunks"
-        chunk_bytes = -(-rounds // chunks) * self.num_teams(config) * packets_a_block(config) * self.packet_bytes
-        slots = self.slots(problem)
+        chunk_bytes, slots = self.chunk_bytes(problem, config), self.slots(problem)
         return refuse_staging(problem, limits, chunk_bytes=chunk_bytes, num_chunks=chunks, slots=slots, ring=self.ring)
+
+    def chunk_bytes(self, problem: Problem, config: Config) -> int:
+        """Bytes of a slot that a chunk takes."""
+        rounds = -(-self.num_rounds(problem, config) // int(config["num_chunks"]))
+        return rounds * self.num_teams(config) * packets_a_block(config) * self.packet_bytes
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        nbytes = self.slots(problem) * min(int(config["num_chunks"]), self.ring) * self.chunk_bytes(problem, config)
+        return Room(**{area: nbytes for area in ("scatter", "gather") if area in self.trailing_arguments})
 
 
 class PullVariant(KernelVariant):
@@ -394,6 +422,10 @@ class PullVariant(KernelVariant):
     Attributes:
         max_blocks: blocks to try first, at most.
     """
+
+    def num_staged(self, problem: Problem) -> int:
+        """Messages of a plain input in a one-shot area."""
+        return 1
 
     trailing_arguments = ("one_shot", "one_shot_bytes")
     host_preferred: Mapping[str, float] = {**HOST_GRID, "items": 2}
@@ -405,8 +437,15 @@ class PullVariant(KernelVariant):
         return {"num_blocks": min(packets / (32 * warps), self.max_blocks), "num_warps": warps}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        symmetric = problem.input_kind == "symmetric" and not problem.in_place
-        return {**super().constants(problem, config), "SYMMETRIC": symmetric}
+        return {**super().constants(problem, config), "SYMMETRIC": self.reads_inputs(problem)}
+
+    def reads_inputs(self, problem: Problem) -> bool:
+        """True if peers read inputs where they lie."""
+        return problem.input_kind == "symmetric" and not problem.in_place
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        nbytes = self.num_staged(problem) * packets_of(problem.nbytes) * PACKET_BYTES
+        return Room() if self.reads_inputs(problem) else Room(one_shot=nbytes)
 
 
 def all_gather_single() -> Any:

@@ -100,7 +100,7 @@ from tunedcomm.kernels.gemm.tiles import (
 )
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
-from tunedcomm.symm.layout import PANEL_DATA
+from tunedcomm.symm.layout import PANEL_DATA, LaneLayout, Room
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Panels, Workspace
@@ -801,6 +801,10 @@ class Lamport(tiles.GemmVariant, registered=True):
     def num_blocks(self, problem: Problem, config: Config) -> int:
         """Parts of tiles: the blocks of the grid at most, on any GPU."""
         return tiles.num_tiles(problem.shape[0], problem, config) * int(config["split_k"])
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        m, n, _ = problem.shape
+        return Room(stage=m * n * out_itemsize(problem) * problem.world_size)
 
     def _per_sm(self, problem: Problem, config: Config) -> int:
         """Blocks that an SM holds for certain, with up to 128 registers a thread."""

@@ -46,6 +46,7 @@ over decomposed GEMMs, our own arrangement.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,7 +80,7 @@ from tunedcomm.kernels.gemm.rs import slot_bytes
 from tunedcomm.kernels.gemm.tiles import refuse_gemm, whole_packets
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
-from tunedcomm.symm.layout import PANEL_DATA
+from tunedcomm.symm.layout import PANEL_DATA, LaneLayout, Room
 
 if TYPE_CHECKING:
     import torch
@@ -279,6 +280,9 @@ class ChunkedGather(VariantBase, registered=True):
             return f"{shard} bytes are not the right work for {senders} blocks that send"
         return ag.refuse_chunks(problem, config, limits, _MULTIPLE)
 
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room()  # its data is in panels
+
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         streams = 1 if limits.backend == "host" else 2
         return {"transport": "copy_engine", "chunks": 1, "streams": 1, "comm_blocks": 1, "gemm_streams": streams}
@@ -391,6 +395,9 @@ class ChunkedScatter(VariantBase, registered=True):
         if blocks == 1 and packets > 8 * threads:
             return f"one block takes long for {packets} packets"
         return None
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room()  # its data is in panels
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         preferred: dict[str, Any] = {"chunks": 1, "transport": "copy_engine", "gemm_streams": 1, "push_blocks": 1}
@@ -531,6 +538,11 @@ class ChunkedReduce(VariantBase, registered=True):
                 return f"parts of {rows} rows: {reason}"
         return None
 
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        sizes = {rows for _, rows in _parts_of(problem, config)}
+        rooms = [library.reduction_of(problem, config, rows).lane_room(layout) for rows in sizes]
+        return functools.reduce(Room.__or__, rooms)
+
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         preferred: dict[str, Any] = {"algorithm": "two_shot", "num_warps": 16, "num_chunks": 1}
         if limits.backend == "host":
@@ -636,6 +648,10 @@ class CopyEngine(VariantBase, registered=True):
         if blocks == 1 or blocks > 2 * limits.num_sms:
             return f"{blocks} blocks do not suit {limits.num_sms} SMs"
         return None
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        tail = _parts_of(problem, config)[-1][1]
+        return library.reduction_of(problem, library.usual_reduction(problem, tail), tail).lane_room(layout)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         preferred: dict[str, Any] = {"taper": False, "gather": "push", "num_streams": 1}

@@ -27,6 +27,7 @@ from tunedcomm.kernels.common.variant import VariantBase
 from tunedcomm.kernels.gemm.op import DTYPES, OUT_DTYPES, gemm_layout, operands_of, out_itemsize
 from tunedcomm.space import Axis, Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, get_op
+from tunedcomm.symm.layout import LaneLayout, Room
 
 _TYPES = {
     "bfloat16": tl.bfloat16,
@@ -257,6 +258,9 @@ _GROUPED_ROWS = 8
 
 class GemmVariant(VariantBase):
     """A variant whose last kernel multiplies tiles; `begin_panels_kernel`, if it is the first, begins a call."""
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room()  # its data is in panels
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         """Constexpr arguments of the kernel that multiplies."""

@@ -56,6 +56,7 @@ from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace
 from tunedcomm.kernels.moe.op import ALIGNMENT, BY_TOKEN, Overflow, bound_of, sizes_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 RING = tl.constexpr(4)
 CHUNK = tl.constexpr(256)  # ids that a block compares at once
@@ -603,6 +604,10 @@ class GridVariant(KernelVariant):
         """Bytes of the workspace that a call takes."""
         ring = min(self.num_chunks(problem, config), int(RING.value))
         return self.further_bytes(problem, config) + ring * self.span(problem, config) * self.token_bytes(problem)
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        nbytes = self.staged(problem, config)
+        return Room(stage=nbytes) if self.room == "stage_bytes" else Room(gather=nbytes)
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
         return super().arguments(problem, {**config, "num_chunks": self.num_chunks(problem, config)}, workspace)

@@ -44,6 +44,7 @@ from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.kernels.reduce_scatter.push import sum_piece
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 _AHEAD = RING - 1  # pieces that are out before the first is summed
 _MIN_CHUNK = 512 * 1024  # on GPUs: smaller copies cost more to launch than to send
@@ -119,6 +120,10 @@ class CopyEngine(ReduceScatterVariant, registered=True):
         return refuse_staging(
             problem, limits, chunk_bytes=span * PACKET_BYTES, num_chunks=num_chunks, slots=problem.world_size
         ) or blocks_and_threads(config, limits, span, max_rounds=1 << 16)
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        span, num_chunks = self.cut(problem, config, layout.staging_bytes)
+        return Room(scatter=problem.world_size * min(num_chunks, RING) * span * PACKET_BYTES)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         if limits.backend == "host":

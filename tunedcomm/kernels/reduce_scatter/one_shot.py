@@ -174,6 +174,9 @@ class OneShot(PullVariant, ReduceScatterVariant, registered=True):
     kernels = (one_shot_kernel,)
     space = Space({**PULL_GRID, "items": Choice(1, 2)})
 
+    def num_staged(self, problem: Problem) -> int:
+        return problem.world_size
+
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         symmetric = problem.input_kind == "symmetric"
         return (

@@ -30,6 +30,7 @@ from tunedcomm.kernels.ulysses.op import GATHER, SCATTER, UlyssesVariant
 from tunedcomm.kernels.ulysses.push import copy_own, packet_at
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.layout import LaneLayout, Room
 
 
 @triton.jit
@@ -96,10 +97,17 @@ class ScatterPull(PullVariant, UlyssesVariant, registered=True):
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if packets_a_block(config) > 1024:
             return "more than 1024 packets a block at once spill registers"
-        staged = 0 if problem.input_kind == "symmetric" else (problem.world_size - 1) * self.work_packets(problem)
-        if staged * PACKET_BYTES > limits.one_shot_bytes:
-            return f"{staged * PACKET_BYTES} bytes exceed the one-shot area of {limits.one_shot_bytes} bytes"
+        if (staged := self.staged_bytes(problem)) > limits.one_shot_bytes:
+            return f"{staged} bytes exceed the one-shot area of {limits.one_shot_bytes} bytes"
         return None
+
+    def staged_bytes(self, problem: Problem) -> int:
+        """Bytes of the one-shot area that the peers' shares take."""
+        shares = 0 if problem.input_kind == "symmetric" else problem.world_size - 1
+        return shares * self.work_packets(problem) * PACKET_BYTES
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        return Room(one_shot=self.staged_bytes(problem))
 
 
 class GatherPull(ScatterPull, registered=True):
