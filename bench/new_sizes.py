@@ -147,7 +147,7 @@ def main() -> None:
             if args.csv is not None:
                 run = of_run(communicator.environment)
                 del run["gpu"]
-                append_rows(args.csv, [{**row, **run} for row in rows])
+                append_rows(args.csv, [{**row, **run} for row in rows], columns=(*rows[0], *run))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -47,7 +47,7 @@ def variants_body() -> dict[str, object]:
                     for config in variant.space.enumerate()
                     if variant.infeasible(problem, config, communicator.limits) is None
                 ]
-                configs += shuffle.sample(feasible, min(3, len(feasible)))
+                configs += shuffle.sample(feasible, min(1, len(feasible)))
                 for config in configs:
                     candidate = Candidate.of(op, name, config)
                     if check_candidate(problem, candidate, communicator.limits) is not None:

@@ -113,8 +113,9 @@ def test_public_call(rank, world_size):
         for name in KERNELS if layout == "residual" else ["lamport"]:
             with tunedcomm.force(OP, name):
                 for _ in range(2):
-                    assert same(tunedcomm.all_reduce_rms_norm(**given), y, h), name
-                    assert paths[OP].last, "made by the first call"
+                    for _ in range(2):
+                        assert same(tunedcomm.all_reduce_rms_norm(**given), y, h), name
+                    assert paths[OP].last, "made by the second call"
                     out, held = torch.full_like(y, 0.0), torch.full_like(h, float("nan"))
                     got = tunedcomm.all_reduce_rms_norm(**given, out=out, residual_out=held)
                     assert got[0] is out
@@ -152,13 +153,15 @@ def test_a_residual_that_is_the_input_has_a_fast_call(rank):
     """One tensor in two places has a fast call of its own, which refuses two tensors, and the other way round."""
     weight, x = torch.ones(64), torch.randn(4, 64)
     with tunedcomm.force(OP, "lamport"):
-        y, h = tunedcomm.all_reduce_rms_norm(x, weight, residual=x)
+        for _ in range(2):
+            y, h = tunedcomm.all_reduce_rms_norm(x, weight, residual=x)
         fast = paths[OP].last.get(dist.group.WORLD)
         assert fast is not None
         rest = (None, None, None, 1e-6, None, None, None)
         assert fast(x, weight, None, x.clone(), *rest) is None
         assert same(fast(x, weight, None, x, *rest), y, h)
-        assert same(tunedcomm.all_reduce_rms_norm(x, weight, residual=x.clone()), y, h)
+        for _ in range(2):
+            assert same(tunedcomm.all_reduce_rms_norm(x, weight, residual=x.clone()), y, h)
         assert paths[OP].last[dist.group.WORLD](x, weight, None, x, *rest) is None
 
 

@@ -181,7 +181,7 @@ def test_no_device_memory(rank: int) -> None:
 
     with replaced(cuda.symm_mem, "empty", empty, here=True):
         with pytest.raises(tunedcomm.WorkspaceError, match="rank 1: planted: out of memory"):
-            cuda.allocate(dist.group.WORLD, torch.device("cpu"), 4096)
+            cuda._allocate_by_rendezvous(dist.group.WORLD, torch.device("cpu"), 4096)
 
 
 # Letting go.
