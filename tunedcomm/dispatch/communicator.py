@@ -583,6 +583,18 @@ class Communicator:
             launch = self.nan_watch.guard(problem, launch)
         return launch
 
+    # Public names that `wrap` and `barrier` replace.
+
+    def guarded(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
+        """A bound launch as dispatch may call it."""
+        return self.wrap(problem, launch, counter=counter)
+
+    def in_turn(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
+        """A bound launch without the search for NaN."""
+        return self.wrap(problem, launch, counter=counter, has_input=False)
+
+    meet = barrier
+
     def _back(self, problem: Problem, variant: Variant, config: Mapping[str, Value]) -> None:
         """Have memory for what a call uses of its lane, before any step that may fail on this rank alone.
 
