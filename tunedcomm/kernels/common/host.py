@@ -185,10 +185,10 @@ class HostStage:
         """`size` bytes for a reduced chunk, typed."""
         return self._typed(self._room[:size])
 
-    def parts(self, first: int, size: int) -> list[list[Any]]:
+    def parts(self, first: int, size: int) -> Mapping[int, list[Any]]:
         """By slot, every rank's bytes from `first` on, typed."""
-        view, ranks = self.ring.view, range(self.ring.world_size)
-        return [[self._typed(view(rank, slot, first, size)) for rank in ranks] for slot in range(RING_SLOTS)]
+        view, ranks, typed = self.ring.view, range(self.ring.world_size), self._typed
+        return _FromUse(lambda slot: [typed(view(rank, slot, first, size)) for rank in ranks])
 
     def at(self, address: int, size: int) -> Any:
         """The caller's memory from an address on, typed."""
@@ -214,7 +214,7 @@ class HostStage:
     def take_sums(self, combine: Combine, at: int) -> Take:
         """Reduces all ranks' bytes from `at` on of a slot into the output."""
         parts = {size: self.parts(at, size) for size in self.sizes()}
-        rooms = {size: self.room(size) for size in self.sizes()}
+        rooms = _FromUse(self.room)
         room_at, copy = self.room_at, self.copy
 
         def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
@@ -281,6 +281,31 @@ class HostStage:
         return combine if self.threads > 1 else _quiet(combine)
 
 
+class _FromUse(dict[int, Any]):
+    """Views of memory, each made at its use and kept from the plan's third use on.
+
+    A call at a size that does not come again leaves none. PyTorch's tensors lie in the C library's heap, where those
+    that stay keep the memory of large messages between them from being used again.
+    """
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        super().__init__()
+        self._make, self._num_made = make, 0
+
+    def __missing__(self, key: int) -> Any:
+        from tunedcomm.state import clean_thread
+
+        with clean_thread():
+            made = self._make(key)
+        self._num_made += 1
+        if self._num_made > _NOT_KEPT:
+            self[key] = made
+        return made
+
+
+_NOT_KEPT = 2
+
+
 def _quiet(combine: Combine) -> Combine:
     """`combine` under NumPy's error state `ignore`: the program's may raise or warn where a sum overflows.
 
@@ -330,7 +355,7 @@ def _combine_halves(problem: Problem, piece_size: int, scratch: Any) -> Combine:
     name = problem.reduction
     pick = {"max": torch.maximum, "min": torch.minimum}.get(name)
     wide_bytes = 4 * piece_size
-    total, widened = (torch.from_numpy(part.view(np.float32)) for part in scratch[: 2 * wide_bytes].reshape(2, -1))
+    wide = _FromUse(lambda half: torch.from_numpy(scratch[half * wide_bytes :][:wide_bytes].view(np.float32)))
     mask = scratch[2 * wide_bytes :][:piece_size].view(np.bool_)
     negative_zero = np.uint16(0x8000)
 
@@ -343,11 +368,11 @@ def _combine_halves(problem: Problem, piece_size: int, scratch: Any) -> Combine:
         if len(parts) == 2 and name == "sum":  # sums in fp32 and rounds once
             torch.add(parts[0], parts[1], out=out)
             return
-        whole, wide = total[: len(out)], widened[: len(out)]
+        whole, widened = wide[0][: len(out)], wide[1][: len(out)]
         whole.copy_(parts[0])
         for part in parts[1:]:
-            wide.copy_(part)
-            whole.add_(wide)
+            widened.copy_(part)
+            whole.add_(widened)
         if name == "avg":
             whole.div_(len(parts))
         out.copy_(whole)
@@ -383,6 +408,9 @@ def _typed(dtype: str, *, by_torch: bool) -> Callable[[Any], Any]:
         import torch
 
         kind = getattr(torch, dtype)
-        empty = torch.empty(0, dtype=kind, device="cpu")
-        return lambda view: torch.from_numpy(view).view(kind) if len(view) else empty
+
+        def typed(view: Any) -> torch.Tensor:
+            return torch.from_numpy(view).view(kind) if len(view) else torch.empty(0, dtype=kind, device="cpu")
+
+        return typed
     return lambda view: view.view(dtype)
