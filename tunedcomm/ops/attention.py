@@ -84,8 +84,8 @@ def dcp_combine(
     is m + log_b Σ b^(l_r − m).
 
     Args:
-        x: partial outputs of all heads, [T, H, D], bf16, fp16 or fp32, any strides; H is a multiple of the group's
-            size. The same shape and dtype on every rank. Left as it is.
+        x: partial outputs of all heads, [T, H, D], any strides; H is a multiple of the group's size. The same shape
+            and dtype on every rank. Kernels take bf16, fp16 and fp32; other dtypes are refused. Left as it is.
         lse: log-sum-exp of x's scores, [T, H] fp32, any strides. A rank where it is NaN or infinite counts nothing
             there, whatever its x holds; if no rank is left, the result is 0 and its LSE −inf.
         base: of the LSEs: `e`, or `2` as of FlashInfer.
