@@ -113,10 +113,11 @@ def test_a_record_of_calls_fits_120_columns() -> None:
         served_by="two_shot_lamport(launch_pdl=True, num_blocks=128, num_warps=16)",
         why="trial 1284 in the packaged layer: 12.3 µs, 1.24x as fast as the library, 1.3x as fast as lamport(items=8)",
     )
-    counts = {told: 128}
-    group: Any = SimpleNamespace(counts=lambda: counts)
+    record = intercept._Record(lambda: told)
+    record.count = 128
+    group: Any = SimpleNamespace(record={"place": record})
     seen = intercept.Interception((group,))
-    counts = {told: 256}
+    record.count = 256
     lines = str(seen).splitlines()
     assert lines[0].startswith("128 x group 0: c10d::allreduce_")
     assert max(map(len, lines)) <= 120
