@@ -267,7 +267,7 @@ Place = tuple[int, int, int]  # PCI domain, bus and device
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What NVML shows a process of the machine's GPUs, which may be one of them.
+    """The machine's GPUs as NVML shows them to a process, which may see only one.
 
     Attributes:
         own: the process's GPU.
@@ -554,7 +554,7 @@ def _host(nodes: int) -> Environment:
 
 @lru_cache(maxsize=16)
 def sight(device: int | None) -> Sight | None:
-    """What this process sees of the machine of CUDA device `device`; None for the host backend."""
+    """The machine of CUDA device `device` as this process sees it; None for the host backend."""
     if device is None:
         return None
     import torch

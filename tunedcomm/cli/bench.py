@@ -260,7 +260,7 @@ def _table(rows: Sequence[Mapping[str, Any]], *, with_title: bool) -> Table:
 
 
 def _print_best_other(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the fastest contender of a problem that is not ours, and its time over that of dispatch."""
+    """Print the fastest contender of a problem that is not ours, and its time over dispatch's."""
     ours = {"tuned", CUBLAS, *variants(rows[0]["op"])} - {"library"}
     tuned_us = [row["latency_p50_us"] for row in rows if row["contender"] == "tuned"]
     others = [row for row in rows if row["contender"] not in ours]

@@ -421,7 +421,7 @@ def check_engine(engine: str) -> Iterator[Line]:
 
 
 def _defined(path: Path, owner: str) -> set[str]:
-    """Functions that a file defines, or those of one class in it."""
+    """Functions that a file, or one class in it, defines."""
     tree: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
     if owner:
         tree = next((n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner), ast.Module([], []))

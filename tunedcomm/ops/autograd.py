@@ -320,7 +320,7 @@ def keep_topk_ids(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def ep_combine_tokens(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The gradient of `ep_combine_tokens`: that of a token's sum goes to all ranks that added to it."""
+    """The gradient of `ep_combine_tokens`: a token's goes to all ranks that added to the token's sum."""
     (ids,) = ctx.saved_tensors
     group_size, group, _, max_sms = ctx.settings
     sent = _ops.ep_dispatch_tokens(grad, ids, None, ctx.options[0], True, False, group_size, group, max_sms)

@@ -225,7 +225,7 @@ class Snapshot:
         return any(row.borrowed for row in self.rows)
 
     def check_of(self, problem: Problem, candidate: Candidate, source_hash: str) -> Check | None:
-        """The check that counts at `problem`: a failure at any problem of its dtype, else that of the problem."""
+        """The check that counts at `problem`: a failure at any problem of its dtype, else the problem's own check."""
         known = self._checks.get((candidate, source_hash, problem.dtype), {})
         failed = next((check for check in known.values() if check.status == "failed"), None)
         return failed or known.get(problem)

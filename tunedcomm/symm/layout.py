@@ -80,7 +80,7 @@ class Room(NamedTuple):
     gather: int = 0
 
     def __or__(self, other: tuple[Any, ...]) -> Room:
-        """What either takes."""
+        """The union of both."""
         return Room(*map(max, self, other))
 
 

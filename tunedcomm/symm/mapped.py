@@ -230,7 +230,7 @@ class _Bytes:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a rank's process sees its GPU.
+    """A rank's GPU as its process sees it.
 
     Attributes:
         uuid: of the GPU.
@@ -250,7 +250,7 @@ _views: weakref.WeakKeyDictionary[dist.ProcessGroup, list[View]] = weakref.WeakK
 
 
 def views_of(group: dist.ProcessGroup, driver: Driver) -> list[View]:
-    """How each rank's process sees its GPU; collective at a group's first call.
+    """Every rank's GPU as its process sees it; collective at a group's first call.
 
     Raises:
         WorkspaceError: on every rank, if the driver failed on any, or if ranks share a GPU.
@@ -440,7 +440,7 @@ class MappedMemory:
 
 
 def _export(driver: Driver, handle: int, kind: int, stack: contextlib.ExitStack) -> int | bytes:
-    """What peers import; the stack closes a descriptor."""
+    """Export memory for peers to import; the stack closes a descriptor."""
     exported = driver.export(handle, kind)
     if isinstance(exported, int):
         stack.callback(os.close, exported)

@@ -256,7 +256,7 @@ def report() -> str:
 
 @atexit.register
 def _report_at_exit() -> None:
-    """What was reported before is not said again."""
+    """Report calls since the last report."""
     report()
     _open.clear()
 

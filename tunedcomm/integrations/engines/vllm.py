@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tunedcomm.integrations.engines.group import EngineGroup, are_equal, serve_operator
 
-# The mixin's methods call those of the class behind it.
+# The mixin's methods call the methods of the class behind it.
 _Base: Any = object
 NORM = "flashinfer_trtllm_fused_allreduce_norm"
 # FlashInfer's AllReduceFusionPattern: kARResidualRMSNorm, kARResidualRMSNormFP8Quant.
@@ -148,8 +148,9 @@ def fused_norm(
 ) -> tuple[()] | None:
     """Serve vLLM's operator: sum over the tensor parallel group, residual, RMS norm, and a static fp8 scale or none.
 
-    Without `norm_out` the norm takes the place of `allreduce_in` and the new residual that of `residual`. With it the
-    new residual takes the place of `allreduce_in`, and `residual` stays. The pattern for fp8 writes no norm.
+    Without `norm_out` the norm takes the place of `allreduce_in`, and the new residual the place of `residual`. With
+    `norm_out` the new residual takes the place of `allreduce_in`, and `residual` stays. The pattern for fp8 writes no
+    norm.
 
     Returns:
         Empty where it was served, None where vLLM's own kernel is to run.

@@ -119,7 +119,7 @@ class VariantBase:
         return 0
 
     def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
-        """What a call uses of a lane; there may be memory for nothing else. By default all of it."""
+        """The parts of a lane that a call uses, which alone need memory. By default all of it."""
         return layout.room
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
@@ -380,7 +380,7 @@ class RingVariant(KernelVariant):
 
     Attributes:
         ring: chunks.
-        packet_bytes: bytes of the staging that a packet takes: its own, and those of words beside it.
+        packet_bytes: bytes of the staging that a packet takes: its own, and the words beside it.
     """
 
     ring: int

@@ -198,7 +198,7 @@ def combine_lamport_kernel(
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push the results for the peers' tokens, then sum those of the own ones as they come."""
+    """Push the results for the peers' tokens, then sum the rows of the own tokens as they come."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     threads = tl.arange(0, BLOCK)

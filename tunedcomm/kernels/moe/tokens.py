@@ -389,7 +389,7 @@ def store_sums(
     y, token, words, start, row_packets, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the ordered sums of ITEMS packets a thread; `words` has those of every rank in order."""
+    """Write the ordered sums of ITEMS packets a thread; `words` has every rank's packets in order."""
     for item in tl.static_range(ITEMS):
         parts = ()
         for r in tl.static_range(WORLD_SIZE):
@@ -407,7 +407,7 @@ def combine_tokens_lamport_kernel(
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Push the rows for the peers' tokens, then sum those of the own ones as they come.
+    """Push the rows for the peers' tokens, then sum the rows of the own tokens as they come.
 
     The stage: a word of every (source rank, block), then rows by (source rank, token).
     """
