@@ -1,6 +1,6 @@
 """Host time of calls at sizes never seen before, in pairs with the library's, and the memory that they leave behind.
 
-    torchrun --nproc-per-node 2 bench/new_sizes.py --csv bench/results/new_sizes_host.csv
+    torchrun --nproc-per-node 2 bench/new_sizes.py --csv bench/results/model/new_sizes_host.csv
 
 Of each op so many random sizes, in bf16: the message's first extent is drawn from 1 on, up to 0.5 MiB of a collective
 or 2048 rows, the other extents are those of the op's default shapes. Each size is called once by the public function,

@@ -252,14 +252,20 @@ def test_damage_is_not_charged_to_the_library(tmp_path: Path) -> None:
 
 
 def test_the_library_is_timed_in_place_beside_itself(tmp_path: Path) -> None:
-    # So small that gloo never wins, where no share is told.
-    problems = tuple(Problem("all_reduce", (64,), "float32", 2, mode="eager", in_place=p) for p in (False, True))
+    # So small that gloo wins, where no share is told, only on a machine that other work keeps busy.
     settings = replace(backend_settings("host", 2), trials=2, finals=False)
-    with Database.open(tmp_path / "tuned.db", create=True) as database:
-        done = sweep(SweepSpec(op="all_reduce", problems=problems, settings=settings), database)
-        stored = [trial for trial in database.trials() if trial.variant == "library"]
-    assert {trial.problem for trial in stored} == set(problems)
-    shares = [None if one.in_place_us is None else one.in_place_us / one.library_us for one in done.problems]
-    assert shares[1] is None
+    shares: list[float | None] = []
+    for size in (64, 128, 256):
+        problems = tuple(
+            Problem("all_reduce", (size,), "float32", 2, mode="eager", in_place=in_place) for in_place in (False, True)
+        )
+        with Database.open(tmp_path / "tuned.db", create=True) as database:
+            done = sweep(SweepSpec(op="all_reduce", problems=problems, settings=settings), database)
+            stored = {trial.problem for trial in database.trials() if trial.variant == "library"}
+        assert set(problems) <= stored
+        shares = [None if one.in_place_us is None else one.in_place_us / one.library_us for one in done.problems]
+        assert shares[1] is None
+        if shares[0] is not None:
+            break
     assert shares[0] is not None
     assert 0.02 < shares[0] < 50
