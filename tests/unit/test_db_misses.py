@@ -202,7 +202,7 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
     stored = real_trial("lamport", 4.0, problem=TUNED)
     tuned = row("lamport", 4.0, problem=TUNED, candidate=stored.candidate, source_hash=stored.source_hash)
 
-    def bind_for_calls(problem: Problem, candidate: Candidate, *, for_calls: bool, counter: Any) -> Any:
+    def bind_for_calls(problem: Problem, candidate: Candidate, *, counter: Any, **_: Any) -> Any:
         bare = bind(problem, candidate) if bind else launch
         return bare if counter is None else counted(bare, counter)
 

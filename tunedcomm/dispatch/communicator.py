@@ -36,6 +36,7 @@ from tunedcomm.dispatch.agreement import (
     on_every_rank,
     policies,
 )
+from tunedcomm.dispatch.dispatcher import admits_library
 from tunedcomm.dispatch.launches import (
     SHARE_OF_EAGER,
     LaneOrder,
@@ -44,9 +45,12 @@ from tunedcomm.dispatch.launches import (
     Queue,
     after,
     counted,
+    fault_of,
+    fresh_copies,
     in_range,
     interpreted,
     no_intercept,
+    norm_of,
     undisturbed,
     wrapped,
 )
@@ -58,6 +62,7 @@ from tunedcomm.errors import (
     TunedCommError,
     TuningError,
     WorkspaceError,
+    WrongResultError,
 )
 from tunedcomm.hardware import HARD_FIELDS, Environment, Sight, detect, kernel_identity, put_together, sight
 from tunedcomm.kernels.common.launch import within
@@ -501,13 +506,19 @@ class Communicator:
 
     @clean_thread()
     def bind(
-        self, problem: Problem, candidate: Candidate, *, for_calls: bool = False, counter: Counter | None = None
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        *,
+        for_calls: bool = False,
+        counter: Counter | None = None,
+        policy: NumericsPolicy | None = None,
     ) -> Launch:
         """A launch of `candidate`; compiles, so never while a graph is captured.
 
         Args:
             problem, candidate: what to launch, and how.
-            for_calls, counter: see `wrap`.
+            for_calls, counter, policy: see `wrap`.
 
         Raises:
             ConfigError: the config is not in the variant's space.
@@ -539,7 +550,9 @@ class Communicator:
                     f"calls may take {SHARE_OF_EAGER:.0%}, so that both find room on every rank"
                 )
             self._has_yielding_eager = True
-        return self.wrap(problem, launch, candidate, is_large=is_large, for_calls=for_calls, counter=counter)
+        return self.wrap(
+            problem, launch, candidate, is_large=is_large, for_calls=for_calls, counter=counter, policy=policy
+        )
 
     def wrap(
         self,
@@ -550,6 +563,7 @@ class Communicator:
         is_large: bool = False,
         for_calls: bool = True,
         counter: Counter | None = None,
+        policy: NumericsPolicy | None = None,
         has_input: bool = True,
     ) -> Launch:
         """A launch with all that surrounds it in this group, from the inside out; no other place wraps one for good.
@@ -560,6 +574,7 @@ class Communicator:
             is_large: it takes more than its share of the GPU.
             for_calls: as calls launch it; False: as the tuner and benchmarks do, which time nothing else.
             counter: counts the calls of an untuned problem.
+            policy: of calls that TUNEDCOMM_CHECK compares with the library; None: it compares none.
             has_input: there is an input to look at for NaN.
         """
         if candidate is not None:
@@ -581,7 +596,43 @@ class Communicator:
             launch = self._lane_order.eager(launch)
         if self.nan_watch is not None and has_input:
             launch = self.nan_watch.guard(problem, launch)
+        if policy is not None and candidate is not None and self.settings.check[0] and problem.mode == "eager":
+            launch = launch if candidate.variant == "library" else self._compared(problem, launch, candidate, policy)
         return launch
+
+    def _compared(self, problem: Problem, launch: Launch, candidate: Candidate, policy: NumericsPolicy) -> Launch:
+        """`launch`, compared with the library at every N-th call (TUNEDCOMM_CHECK); ranks count alike and vote.
+
+        Raises:
+            WrongResultError: by the launch, on every rank, if a result was wrong on any and the library may not serve.
+        """
+        every, falls_back = self.settings.check
+        plain = replace(problem, input_kind="plain")
+        by_library = self.bind(plain, Candidate.of(problem.op, "library", {}), for_calls=True)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            number = self.count_checked((problem, policy))
+            if number % every:
+                launch(inputs, outputs, stream)
+                return
+            copies, expected = fresh_copies(inputs, outputs)
+            size = norm_of(inputs[0]) if problem.reduction and inputs[0].is_floating_point() else 0.0
+            launch(inputs, outputs, stream)
+            by_library(copies, expected, stream)
+            with no_intercept():
+                faults = self.exchange_faults(fault_of(problem, outputs, expected, size))
+            if not faults:
+                return
+            reason = f"call {number} of {problem} gave another result than the library ({'; '.join(faults)})"
+            self.quarantine(candidate, f"{reason}; it is not used in this group any more (TUNEDCOMM_CHECK)")
+            said = f"{candidate} is wrong: {reason}. The group runs the library in its place from here on"
+            if not falls_back or not admits_library(policy, problem.op):
+                raise WrongResultError(f"{said}; graphs that were captured before still run it, so capture them anew")
+            logger.warning("%s, in this call too; graphs that were captured before still run it", said)
+            for output, due in zip(outputs, expected, strict=True):
+                output.copy_(due)
+
+        return run
 
     # Public names that `wrap` and `barrier` replace.
 

@@ -21,6 +21,7 @@ from tunedcomm.dispatch import first_use, misses
 from tunedcomm.dispatch.agreement import first_difference
 from tunedcomm.dispatch.communicator import Communicator, on_release
 from tunedcomm.dispatch.dispatcher import (
+    admits_library,
     beside_ordered,
     check_limit,
     check_policy,
@@ -31,11 +32,11 @@ from tunedcomm.dispatch.dispatcher import (
     note_force_mode,
 )
 from tunedcomm.dispatch.groups import get_communicator, live_communicators
-from tunedcomm.dispatch.launches import SHARE_OF_EAGER, Launch, fault_of, fresh_copies, no_intercept, norm_of
-from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError, WrongResultError
+from tunedcomm.dispatch.launches import SHARE_OF_EAGER
+from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError
 from tunedcomm.selection.select import Decision, Source
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits, get_op, get_variant
+from tunedcomm.spec import Candidate, NumericsPolicy, Problem, get_op, get_variant
 
 logger = logging.getLogger("tunedcomm")
 on_release(misses.flush)
@@ -76,102 +77,53 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     Raises:
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
-    decision = _checked_decision(communicator, problem, policy, max_sms)
+    decide_now = _decider(communicator, problem, policy, max_sms)
+    decision = decide_now(told=False)
+    while first_use.is_due(communicator, problem, decision):  # its rows are borrowed, and nobody has run it here
+        first_use.check(communicator, problem, decision.candidate)
+        decide_now = _decider(communicator, problem, policy, max_sms)
+        decision = decide_now(told=False)
     if communicator.settings.mode == "force" and not decision.is_answered:
-        decision = _decision(communicator, problem, policy, max_sms)
         raise InfeasibleError(
-            f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
+            f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decide_now().why}; tune it with "
             f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
         )
-    decide_again = _decider(communicator, problem, policy, max_sms)
     counter = misses.counter(communicator, problem, decision.source, policy)
     try:
-        launch = communicator.bind(problem, decision.candidate, for_calls=True, counter=counter)
+        launch = communicator.bind(problem, decision.candidate, for_calls=True, counter=counter, policy=policy)
     except InfeasibleError as error:
-        decision, decide_again = _instead(communicator, problem, policy, max_sms, decision, error)
+        # It does not fit on the GPU. The library serves, or what takes no more of the GPU than eager calls may.
+        few = int(SHARE_OF_EAGER * communicator.limits.num_sms)
+        admitted = admits_library(policy, problem.op)
+        if decision.source == "forced" or not (admitted or 0 < few < (max_sms or few + 1)):
+            raise
+        logger.warning("%s goes to %s: %s", problem, "the library" if admitted else "a smaller grid", error)
+        if not admitted:
+            return plan_for(communicator, problem, policy, few)
+        decision = _library_instead(decide_now(), str(error))
+        decide_now = partial(replace, decision)
         launch = communicator.bind(problem, decision.candidate, for_calls=True, counter=counter)
     candidate = decision.candidate
     if logger.isEnabledFor(logging.INFO):
-        logger.info("%s: %s (%s)", problem, candidate, decide_again().why)
-    if communicator.settings.check[0] and problem.mode == "eager" and candidate.variant != "library":
-        launch = _checked(communicator, problem, candidate, policy, launch)
-    return Plan(problem, candidate, decision.source, launch, candidate.variant != "library", policy, decide_again)
-
-
-def _instead(
-    communicator: Communicator,
-    problem: Problem,
-    policy: NumericsPolicy,
-    max_sms: int | None,
-    decision: Decision,
-    error: InfeasibleError,
-) -> tuple[Decision, Callable[[], Decision]]:
-    """Give way to the library where the decision turns out not to fit on the GPU.
-
-    Where the policy does not admit that, a candidate that takes no more of the GPU than eager calls may follows.
-
-    Returns:
-        What is launched, and a function that makes this decision with every reason.
-
-    Raises:
-        InfeasibleError: neither fits, or the candidate is forced.
-    """
-    few = int(SHARE_OF_EAGER * communicator.limits.num_sms)
-    admitted = _admits_library(policy, problem.op)
-    if decision.source == "forced" or not (admitted or 0 < few < (max_sms or few + 1)):
-        raise error
-    logger.warning("%s goes to %s: %s", problem, "the library" if admitted else "a smaller grid", error)
-    if admitted:
-        instead = _library_instead(_decision(communicator, problem, policy, max_sms), str(error))
-        return instead, lambda: instead
-    return _checked_decision(communicator, problem, policy, few), _decider(communicator, problem, policy, few)
+        logger.info("%s: %s (%s)", problem, candidate, decide_now().why)
+    return Plan(problem, candidate, decision.source, launch, candidate.variant != "library", policy, decide_now)
 
 
 def _decider(
     communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
-) -> Callable[[], Decision]:
-    """A function that makes the decision of this moment again, with every reason; it holds no group."""
-    forced = _forced(communicator, problem, policy)
-    snapshot, limits, quarantined = communicator.snapshot, communicator.limits, communicator.quarantined
-    decided = partial(decide, problem, snapshot, limits, policy=policy, forced=forced, max_sms=max_sms)
-    return partial(_unless_quarantined, decided, policy, dict(quarantined)) if quarantined else decided
+) -> Callable[..., Decision]:
+    """A function that makes the decision of this moment as often as it is called; it holds no group.
 
-
-def _checked(
-    communicator: Communicator, problem: Problem, candidate: Candidate, policy: NumericsPolicy, launch: Launch
-) -> Launch:
-    """`launch`, compared with the library at every N-th call (TUNEDCOMM_CHECK); ranks count alike and vote.
-
-    Raises:
-        WrongResultError: by the launch, on every rank, if a result was wrong on any and the library may not serve.
+    Its keyword `told=False` leaves the reasons out, with which a decision takes longer than a call may.
     """
-    every, falls_back = communicator.settings.check
-    plain = replace(problem, input_kind="plain")
-    by_library = communicator.bind(plain, Candidate.of(problem.op, "library", {}), for_calls=True)
-
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        number = communicator.count_checked((problem, policy))
-        if number % every:
-            launch(inputs, outputs, stream)
-            return
-        copies, expected = fresh_copies(inputs, outputs)
-        size = norm_of(inputs[0]) if problem.reduction and inputs[0].is_floating_point() else 0.0
-        launch(inputs, outputs, stream)
-        by_library(copies, expected, stream)
-        with no_intercept():
-            faults = communicator.exchange_faults(fault_of(problem, outputs, expected, size))
-        if not faults:
-            return
-        reason = f"call {number} of {problem} gave another result than the library ({'; '.join(faults)})"
-        communicator.quarantine(candidate, f"{reason}; it is not used in this group any more (TUNEDCOMM_CHECK)")
-        said = f"{candidate} is wrong: {reason}. The group runs the library in its place from here on"
-        if not falls_back or not _admits_library(policy, problem.op):
-            raise WrongResultError(f"{said}; graphs that were captured before still run it, so capture them anew")
-        logger.warning("%s, in this call too; graphs that were captured before still run it", said)
-        for output, due in zip(outputs, expected, strict=True):
-            output.copy_(due)
-
-    return run
+    check_policy(policy)
+    check_limit("max_sms", max_sms, "SMs")
+    decided = partial(
+        decide, problem, communicator.snapshot, communicator.limits, policy=policy,
+        forced=_forced(communicator, problem, policy), max_sms=max_sms,
+    )  # fmt: skip
+    quarantined = dict(communicator.quarantined)
+    return partial(_unless_quarantined, decided, policy, quarantined) if quarantined else decided
 
 
 def _library_instead(decision: Decision, reason: str) -> Decision:
@@ -181,18 +133,13 @@ def _library_instead(decision: Decision, reason: str) -> Decision:
     return Decision(candidate=library, source="library", why=why, passed_over=passed_over)
 
 
-def _admits_library(policy: NumericsPolicy, op: str) -> bool:
-    """True if the policy admits the class of the op's library, which is ordered where the op moves bytes."""
-    return admits(policy, get_variant(op, "library").numerics)
-
-
 def check_library(problem: Problem, policy: NumericsPolicy, why: str) -> None:
     """Refuse to run the library where the policy does not admit it.
 
     Raises:
         InfeasibleError: the library would have to serve, for the reason `why`.
     """
-    if not _admits_library(policy, problem.op):
+    if not admits_library(policy, problem.op):
         raise InfeasibleError(f"numerics={policy!r} does not admit the library, which would serve {problem}: {why}")
 
 
@@ -213,42 +160,23 @@ def _forced(communicator: Communicator, problem: Problem, policy: NumericsPolicy
     return forced
 
 
-def _decision(
-    communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None, *, told: bool = True
-) -> Decision:
-    check_policy(policy)
-    check_limit("max_sms", max_sms, "SMs")
-    decided = partial(
-        decide, problem, communicator.snapshot, communicator.limits, policy=policy,
-        forced=_forced(communicator, problem, policy), max_sms=max_sms,
-    )  # fmt: skip
-    quarantined = communicator.quarantined
-    return _unless_quarantined(decided, policy, quarantined) if quarantined else decided(told=told)
-
-
 def _unless_quarantined(
-    decided: Callable[[], Decision], policy: NumericsPolicy, quarantined: Mapping[tuple[str, str], str]
+    decided: Callable[[], Decision],
+    policy: NumericsPolicy,
+    quarantined: Mapping[tuple[str, str], str],
+    *,
+    told: bool = True,
 ) -> Decision:
     """The decision, or the library in the place of a variant that the group does not run any more."""
+    del told  # such a group always hears the reasons
     decision = decided()
     op = decision.candidate.op
     reason = quarantined.get((op, decision.candidate.variant))
     if reason is None:
         return decision
-    if not _admits_library(policy, op):
+    if not admits_library(policy, op):
         raise InfeasibleError(f"{decision.candidate}: {reason}, and numerics={policy!r} does not admit the library")
     return _library_instead(decision, reason)
-
-
-def _checked_decision(
-    communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
-) -> Decision:
-    """The decision without reasons, once its candidate was checked here if its rows are borrowed; collective then."""
-    decision = _decision(communicator, problem, policy, max_sms, told=False)
-    while first_use.is_due(communicator, problem, decision):
-        first_use.check(communicator, problem, decision.candidate)
-        decision = _decision(communicator, problem, policy, max_sms, told=False)
-    return decision
 
 
 def explain(
@@ -271,7 +199,7 @@ def explain(
             f"the problem is one of {problem.world_size} ranks, the communicator has {communicator.world_size}"
         )
     check_policy(policy)
-    decision = _decision(communicator, problem, communicator.policy(policy), max_sms)
+    decision = _decider(communicator, problem, communicator.policy(policy), max_sms)()
     decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
     decision = replace(decision, problem=problem, asked_for=communicator.snapshot.environment)
     return note_force_mode(decision, communicator.settings.mode)
