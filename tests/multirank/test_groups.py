@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
-from cases import PEER_TIMEOUT_S, Launched, Ranks, bits_of, inputs_of, same_bits, settings, spy_on_launches
+from cases import (
+    PEER_TIMEOUT_S,
+    Launched,
+    Ranks,
+    bits_of,
+    inputs_of,
+    logged,
+    replaced,
+    same_bits,
+    settings,
+    spy_on_launches,
+)
 from quick import some
 from variant_checks import check_variant, inputs_of_all
 
 import tunedcomm
+from tunedcomm.db.engine import _warned
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.spec import Candidate as Chosen
 from tunedcomm.spec import Problem, check_candidate, get_variant
@@ -149,3 +163,14 @@ def test_a_lost_peer_is_named_as_in_the_group(rank: int) -> None:
             with pytest.raises(tunedcomm.PeerTimeoutError, match=r"^rank 0 waited .* missed rank 2 of"):
                 tunedcomm.all_reduce(torch.ones(5))
         dist.barrier()
+
+
+def test_pods_of_one_machine(rank: int) -> None:
+    """Each has a host name of its own: several nodes, and one warning that names the cure."""
+    _warned.clear()
+    for text in ("", "0,0,0,0"):
+        with replaced(socket, "gethostname", lambda: f"pod-{rank}"), logged() as warnings, nodes(text):
+            assert get_communicator().environment.nodes == (1 if text else 4)
+            assert torch.equal(tunedcomm.all_reduce(torch.ones(5)), torch.full((5,), 4.0))
+        cures = [warning for warning in warnings if "set TUNEDCOMM_NODE_OF_RANK to one number" in warning]
+        assert len(cures) == (rank == 0 and not text)

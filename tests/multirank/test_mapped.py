@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from fake_driver import FakeDriver, on_fake_driver, users_tensor
 from variant_checks import check_variant
 
 import tunedcomm
+from tunedcomm import peers
 from tunedcomm.dispatch.groups import get_communicator
+from tunedcomm.metrics import format_bytes
 from tunedcomm.spec import Problem
 from tunedcomm.symm import buffer, cuda, mapped
 from tunedcomm.symm.mapped import DESCRIPTOR, FABRIC, MappedMemory
@@ -105,7 +108,7 @@ def test_lanes_grow(rank: int) -> None:
     lane = workspace.lanes["eager"]
     for numel, variant in ((4, "lamport"), (5000, "lamport"), (4, "two_shot"), (50_000, "two_shot"), (64, "two_shot")):
         reduced(rank, numel, variant)
-        seen.append(workspace.held_bytes())
+        seen.append(sum(workspace.held().values()))
     assert seen == sorted(seen)
     assert len(set(seen)) == 4, "no memory for what there was memory for"
     assert seen[-1] < workspace.layout.total_bytes
@@ -128,10 +131,10 @@ def test_reserve(rank: int) -> None:
         tunedcomm.reserve(1000 + rank)
     tunedcomm.reserve(1 << 18)
     tunedcomm.reserve(1 << 12)
-    made, held = FakeDriver.calls["create"], workspace_of().held_bytes()
+    made, held = FakeDriver.calls["create"], workspace_of().held()
     for variant in ("lamport", "one_shot", "two_shot"):
         reduced(rank, 1 << 15, variant)
-    assert (FakeDriver.calls["create"], workspace_of().held_bytes()) == (made, held)
+    assert (FakeDriver.calls["create"], workspace_of().held()) == (made, held)
     tunedcomm.reserve(1 << 30)  # no more than the workspace has
     assert workspace_of().rooms["graph"] == workspace_of().layout.room
 
@@ -159,14 +162,18 @@ def test_no_room_to_grow(rank: int) -> None:
     """The library serves that size on every rank, smaller ones run kernels, and later there is room."""
     fresh()
     reduced(rank, 4, "lamport")
-    held = workspace_of().held_bytes()
+    held = workspace_of().held()
     FakeDriver.fails = ("create", FakeDriver.calls["create"] + 1) if rank == 1 else None
     problem = Problem("all_reduce", (60_000,), "float32", 2, mode="eager")
     with pytest.raises(tunedcomm.InfeasibleError, match="rank 1: planted: create failed"):
         check_variant(get_communicator(), problem, "two_shot")
-    assert workspace_of().held_bytes() == held
+    assert workspace_of().held() == held
     reduced(rank, 4, "lamport")
     check_variant(get_communicator(), problem, "two_shot")
+    grown = workspace_of().held()["eager lane"]
+    assert grown > held["eager lane"] > 0
+    told = str(tunedcomm.explain(get_communicator(), problem))
+    assert f"eager lane {format_bytes(grown)}" in told, told
 
 
 def test_fabric_handles_where_there_are_no_descriptors(rank: int) -> None:
@@ -218,6 +225,15 @@ def test_pytorch_makes_memory_only_where_it_maps_multicast(rank: int) -> None:
         fresh()
         FakeDriver.views = views
         assert cuda._has_multicast(dist.group.WORLD, FakeDriver(CPU)) is expected  # type: ignore[arg-type]
+
+
+def test_what_needs_pytorchs_memory_is_left_out_where_it_refuses(rank: int) -> None:
+    with replaced(peers, "ranks_may_share_a_gpu", lambda: False):
+        peers.need_rendezvous(CPU)
+        for numbers, refused in ((0, True), (rank, False)):
+            peers._indices.cache_clear()
+            with pytest.raises(peers.LeftOut, match="the same number") if refused else nullcontext():
+                peers.need_rendezvous(torch.device("cuda", numbers))
 
 
 def test_a_users_tensor(rank: int) -> None:

@@ -27,7 +27,7 @@ from tunedcomm.cli.output import Line, checkup, note, show
 from tunedcomm.cli.stored import environment_here, read_each, read_layers, stored_environments
 from tunedcomm.errors import DatabaseError, SettingError
 from tunedcomm.hardware import Environment, advice, nearest, version_of
-from tunedcomm.metrics import plural
+from tunedcomm.metrics import format_bytes, plural
 from tunedcomm.version import VERSION
 
 OLDEST = {"torch": "2.9", "triton": "3.6"}
@@ -88,6 +88,7 @@ def check_gpus() -> Iterator[Line]:
     import torch
 
     from tunedcomm.hardware import Fabric, detect, multicast_disabled
+    from tunedcomm.symm.layout import limits_for
 
     if not torch.cuda.is_available():
         if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
@@ -118,6 +119,9 @@ def check_gpus() -> Iterator[Line]:
         yield Line("peer access", "warn", f"GPUs {', '.join(apart)} cannot address each other", fix)
     else:
         yield Line("peer access", "ok", "every GPU reaches every other" if count > 1 else "one GPU has no peers")
+    largest = format_bytes(limits_for(first, max(count, 2)).staging_bytes)
+    held = f"a group holds what its calls have used, for messages of up to {largest} (TUNEDCOMM_WORKSPACE_MIB)"
+    yield Line("memory", "ok", f"{held}; tunedcomm.explain says how much, tunedcomm.reserve takes it ahead")
 
 
 def check_symmetric_memory() -> Iterator[Line]:

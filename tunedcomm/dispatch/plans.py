@@ -34,6 +34,7 @@ from tunedcomm.dispatch.dispatcher import (
 from tunedcomm.dispatch.groups import get_communicator, live_communicators
 from tunedcomm.dispatch.launches import SHARE_OF_EAGER
 from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError
+from tunedcomm.metrics import format_bytes
 from tunedcomm.selection.select import Decision, Source
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, NumericsPolicy, Problem, get_op, get_variant
@@ -201,8 +202,19 @@ def explain(
     check_policy(policy)
     decision = _decider(communicator, problem, communicator.policy(policy), max_sms)()
     decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
-    decision = replace(decision, problem=problem, asked_for=communicator.snapshot.environment)
+    decision = replace(
+        decision, problem=problem, asked_for=communicator.snapshot.environment, memory=_memory_of(communicator)
+    )
     return note_force_mode(decision, communicator.settings.mode)
+
+
+def _memory_of(communicator: Communicator) -> str | None:
+    """What the group holds of the device's memory, in words."""
+    if communicator.workspace is None:
+        return None
+    held = {name: nbytes for name, nbytes in communicator.workspace.held().items() if nbytes}
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items()) or "nothing yet"
+    return f"the group holds {format_bytes(sum(held.values()))}: {parts}; it takes more as calls need it"
 
 
 @contextlib.contextmanager

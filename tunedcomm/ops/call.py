@@ -329,7 +329,7 @@ class CallPath(Generic[Result]):
         numerics: NumericsPolicy | None,
         max_sms: int | None,
     ) -> Result:
-        """`serve`, with the tensors' device as the current one: streams and captures are asked of that."""
+        """Try the fast calls of this kind, else check, plan and launch; the tensors' device is the current one."""
         adapter, x = self.adapter, tensors[0]
         communicator = self.communicator(x, group)
         options = adapter.check_own(options, communicator)
@@ -339,7 +339,7 @@ class CallPath(Generic[Result]):
         lasts, policy = self.last, communicator.policy(numerics)  # in this order: another thread may switch policies
         present = tuple([tensor is not None for tensor in tensors]) if adapter.repeats else ()
         signature = CallSignature(options, present, self._aliases(tensors), numerics, max_sms, is_capturing(), policy)
-        kind = None
+        kind = None  # the key of fast calls: what makes two calls of an op alike for this group
         if adapter.repeats and not (put_off or communicator.settings.debug):
             kind = (adapter.operator, adapter.key(tensors), x.dtype, signature)
         calls = communicator.fast_calls  # another one if the call itself makes the group choose anew
@@ -353,7 +353,7 @@ class CallPath(Generic[Result]):
             if result is not None:
                 lasts[group] = fast
                 return result
-        results, plan = self._serve(communicator, tensors, signature)
+        results, plan = self._check_and_run(communicator, tensors, signature)
         if kind is not None and plan is not None and calls is communicator.fast_calls:
             if known is None:  # to write a function pays from the second call on
                 communicator.keep_fast_call(kind)
@@ -419,7 +419,7 @@ class CallPath(Generic[Result]):
             found.append(index if is_it else -1)
         return tuple(found)
 
-    def _serve(
+    def _check_and_run(
         self, communicator: Communicator, tensors: Tensors, signature: CallSignature
     ) -> tuple[tuple[torch.Tensor, ...], Plan | None]:
         """Check and run; the results, and the plan if a fast call may be made of it."""
@@ -450,7 +450,7 @@ class CallPath(Generic[Result]):
             for target, value in zip(targets, adapter.single_rank_result(served, signature.options), strict=True):
                 target.copy_(value)
             return None
-        plan = self._launch(communicator, served, targets, signature)
+        plan = self._plan_and_launch(communicator, served, targets, signature)
         return plan if served is inputs else None
 
     def results(
@@ -509,7 +509,7 @@ class CallPath(Generic[Result]):
             "max_sms": signature.max_sms,
         }
 
-    def _launch(
+    def _plan_and_launch(
         self, communicator: Communicator, inputs: Tensors, targets: Tensors, signature: CallSignature
     ) -> Plan | None:
         """Plan and launch; the plan, if it is kept and kernels took all tensors as they are."""

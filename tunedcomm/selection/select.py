@@ -184,6 +184,7 @@ class Decision:
         problem, asked_for: of an explanation, the problem and the machine that asks.
         left_out: of an explanation, variants of which no candidate was looked at, each with the reason.
         nearest: of an explanation where nothing is stored for this hardware, the stored environment most like it.
+        memory: of an explanation within a program, what the group holds of the device's memory, and for what.
     """
 
     candidate: Candidate
@@ -203,6 +204,7 @@ class Decision:
     asked_for: Environment | None = field(default=None, compare=False)
     left_out: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     nearest: Environment | None = field(default=None, compare=False)
+    memory: str | None = field(default=None, compare=False)
 
     @property
     def is_answered(self) -> bool:
@@ -239,6 +241,8 @@ class Decision:
         if self.ordered_us is not None and self.latency_us is not None:
             cost = self.ordered_us / self.latency_us - 1
             entries.append(("ordered", f"{self.ordered}, {format_us(self.ordered_us)} µs, {cost:+.0%}"))
+        if self.memory is not None:
+            entries.append(("memory", self.memory))
         if self.problem is None or self.asked_for is None:
             return self.candidate.op, entries
         if self.environment is not None:

@@ -186,11 +186,13 @@ class Workspace:
         for mode in LANES:
             self.back(mode, room)
 
-    def held_bytes(self) -> int:
-        """Bytes of device memory that lanes, panels, scratch and symmetric tensors take on this rank."""
-        buffers = [*self.buffers.values(), *(p.buffer for made in self._panels.values() for p in made)]
-        shared = sum(_held(buffer) for buffer in {id(b): b for b in (*buffers, *self.symmetric.values())}.values())
-        return shared + sum(room.nbytes for made in self._scratch.values() for room in made)
+    def held(self) -> dict[str, int]:
+        """Bytes of this rank's memory that lanes, panels, scratch and symmetric tensors take, each by its name."""
+        panels = [one.buffer for made in self._panels.values() for one in made]
+        buffers = {f"{mode} lane": [buffer] for mode, buffer in self.buffers.items()}
+        buffers |= {"panels": panels, "symmetric tensors": list({id(b): b for b in self.symmetric.values()}.values())}
+        scratch = sum(room.nbytes for made in self._scratch.values() for room in made)
+        return {**{name: sum(map(_held, each)) for name, each in buffers.items()}, "scratch": scratch}
 
     def status_argument(self, problem: Problem) -> int:
         """The kernels' argument `status`, see `Control.status_argument`."""
