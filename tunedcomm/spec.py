@@ -556,6 +556,11 @@ def candidates(problem: Problem, limits: Limits, policy: NumericsPolicy = "defau
     ]
 
 
+def admits_library(policy: NumericsPolicy, op: str) -> bool:
+    """True if the policy admits the class of the op's library, which is ordered where the op moves bytes."""
+    return admits(policy, get_variant(op, "library").numerics)
+
+
 def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, by_name: bool = True) -> str | None:
     """Why `candidate` cannot run `problem`, or None.
 

@@ -36,7 +36,6 @@ from tunedcomm.dispatch.agreement import (
     on_every_rank,
     policies,
 )
-from tunedcomm.dispatch.dispatcher import admits_library
 from tunedcomm.dispatch.launches import (
     SHARE_OF_EAGER,
     LaneOrder,
@@ -69,7 +68,7 @@ from tunedcomm.kernels.common.launch import within
 from tunedcomm.kernels.moe.op import Overflow
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, Variant, get_variant
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, Variant, admits_library, get_variant
 from tunedcomm.state import clean_thread
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.control import Control

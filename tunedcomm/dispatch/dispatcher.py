@@ -14,7 +14,7 @@ from tunedcomm.kernels import source_hash_of
 from tunedcomm.selection.select import Decision, Registered, Source, choose
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, check_candidate, get_variant
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, check_candidate, get_variant
 
 # Sources of decisions on problems that were not tuned.
 MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
@@ -106,8 +106,3 @@ def check_policy(policy: NumericsPolicy | None) -> None:
     """Raise UnsupportedInputError for an unknown numerics policy; None stands for the one in force."""
     if policy is not None and policy not in settings.POLICIES:
         raise UnsupportedInputError(f"numerics={policy!r} is not a policy; allowed: {', '.join(settings.POLICIES)}")
-
-
-def admits_library(policy: NumericsPolicy, op: str) -> bool:
-    """True if the policy admits the class of the op's library, which is ordered where the op moves bytes."""
-    return admits(policy, get_variant(op, "library").numerics)

@@ -21,7 +21,6 @@ from tunedcomm.dispatch import first_use, misses
 from tunedcomm.dispatch.agreement import first_difference
 from tunedcomm.dispatch.communicator import Communicator, on_release
 from tunedcomm.dispatch.dispatcher import (
-    admits_library,
     beside_ordered,
     check_limit,
     check_policy,
@@ -37,7 +36,7 @@ from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputEr
 from tunedcomm.metrics import format_bytes
 from tunedcomm.selection.select import Decision, Source
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, NumericsPolicy, Problem, get_op, get_variant
+from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits_library, get_op, get_variant
 
 logger = logging.getLogger("tunedcomm")
 on_release(misses.flush)
