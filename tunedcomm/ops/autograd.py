@@ -44,6 +44,11 @@ def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Nothing is kept: the gradient depends on no tensor of the call."""
 
 
+def keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the dtype of the input."""
+    ctx.dtype = inputs[0].dtype
+
+
 def all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """The gradient of `all_reduce`."""
     return (_ops.all_reduce(grad, *ctx.options, *ctx.settings),)
@@ -77,6 +82,18 @@ def reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (op, dim), (group_size, group, _, max_sms) = ctx.options, ctx.settings
     mine = grad / group_size if op == "avg" else grad
     return (_ops.all_gather(mine, dim, group_size, group, max_sms).reshape(ctx.shape),)
+
+
+def all_reduce_fp32(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `all_reduce` with fp32 results of a 16-bit dtype: summed in fp32, rounded once."""
+    return (_ops.all_reduce(grad, *ctx.options, *ctx.settings).to(ctx.dtype),)
+
+
+def reduce_scatter_fp32(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `reduce_scatter` with fp32 results of a 16-bit dtype: rounded before it is gathered."""
+    mine = grad / ctx.settings[0] if ctx.options[0] == "avg" else grad
+    group_size, group, _, max_sms = ctx.settings
+    return (_ops.all_gather(mine.to(ctx.dtype), ctx.options[1], group_size, group, max_sms).reshape(ctx.shape),)
 
 
 def all_to_all(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -113,6 +113,22 @@ def check_reduction(op: Any, x: torch.Tensor, reductions: Sequence[str]) -> None
         raise UnsupportedInputError(f"avg of {x.dtype} would round; use op='sum' and divide, or a floating-point dtype")
 
 
+def is_wide(op: str, x: Any, out_dtype: torch.dtype | None) -> bool:
+    """True if a reduction's results have another dtype than `x`: fp32, of bf16 or fp16.
+
+    Raises:
+        UnsupportedInputError: a dtype of results that no variant gives.
+    """
+    if out_dtype is None or not isinstance(x, torch.Tensor) or out_dtype == x.dtype:
+        return False
+    if out_dtype != torch.float32 or x.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedInputError(
+            f"{op} of {x.dtype} has no results in {out_dtype}; out_dtype is x's own, or torch.float32 for bfloat16 and "
+            "float16"
+        )
+    return True
+
+
 def normal_dim(op: str, x: torch.Tensor, dim: Any) -> int:
     """`dim` as an index from 0 on; 0 for a tensor without dimensions, which counts as one element.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.all_to_all.op import layout_of, row_numel
+from tunedcomm.kernels.common.reference import WIDE
 from tunedcomm.ops import autograd
 from tunedcomm.ops.adapter import Group, OpAdapter, Results, Tensors, TorchCall, TorchServe, problem_of
 from tunedcomm.ops.call import CallPath
@@ -31,6 +33,7 @@ from tunedcomm.ops.checks import (
     check_input,
     check_plain,
     check_reduction,
+    is_wide,
     normal_dim,
     reduction_name,
     refuse_async,
@@ -61,6 +64,9 @@ class _Reduction(OpAdapter):
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
         return (*inputs, *outputs), (problem.reduction, 0)[: len(self.options)]
 
+    def asks_for(self, problem: Problem) -> bool:
+        return not problem.layout
+
     def refusal(self, inputs: Tensors, options: Any) -> str:
         return "" if options[0] in _LINEAR else f"{self.op} with op={options[0]!r}"
 
@@ -83,12 +89,53 @@ class _AllReduce(_Reduction):
 _all_reduce: CallPath[torch.Tensor] = CallPath(_AllReduce())
 
 
+class _Wide(_Reduction):
+    """A reduction of 16-bit floats with fp32 results, mixed in before the reduction's own adapter."""
+
+    aliases = {}  # noqa: RUF012 - never changed
+    torch_operators = ()
+
+    @property
+    def operator(self) -> str:
+        return f"{self.op}_fp32"
+
+    def asks_for(self, problem: Problem) -> bool:
+        return problem.layout == WIDE
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        super().check(inputs, options, world_size)
+        check_dtype(self.operator, inputs[0], dict.fromkeys((torch.bfloat16, torch.float16)))
+        check_reduction(options[0], inputs[0], _LINEAR)
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        return _widened(super().problem(inputs, options, world_size))
+
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
+        return [(shape, torch.float32) for shape, _ in super().results(inputs, options, world_size)]
+
+    def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
+        return (inputs[0].float(),)
+
+
+@functools.lru_cache(1024)
+def _widened(problem: Problem) -> Problem:
+    return replace(problem, layout=WIDE)
+
+
+class _AllReduceWide(_Wide, _AllReduce):
+    gradient = autograd.keep_dtype, autograd.all_reduce_fp32
+
+
+_all_reduce_wide: CallPath[torch.Tensor] = CallPath(_AllReduceWide())
+
+
 def all_reduce(
     x: torch.Tensor,
     *,
     op: str | dist.ReduceOp.RedOpType = "sum",
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
@@ -103,6 +150,8 @@ def all_reduce(
         group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
             of graph captures.
         out: where to write: same shape, dtype and device as `x`, any strides; may be `x`. None allocates it.
+        out_dtype: dtype of the result, the same on every rank: `torch.float32` for the sum or mean of bf16 or fp16,
+            which is made in fp32 and never rounded. `out` then has that dtype, and may not be `x`. None: `x`'s.
         numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
             `any` all. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not depend on tuning.
         max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
@@ -112,7 +161,7 @@ def all_reduce(
             `tunedcomm.intercept` serves calls of `torch.distributed` that return a work object.
 
     Returns:
-        `out`, or a new contiguous tensor of `x`'s shape and dtype.
+        `out`, or a new contiguous tensor of `x`'s shape, and dtype unless `out_dtype` says otherwise.
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
@@ -126,11 +175,13 @@ def all_reduce(
     never synchronises the host.
     """
     try:
-        if not (async_op or is_dynamo_compiling()):
+        if not (async_op or out_dtype or is_dynamo_compiling()):
             fast = _all_reduce.last[world._default_pg if group is None else group]
             if (result := fast(x, out, op, numerics, max_sms)) is not None:
                 return result
         refuse_async("all_reduce", async_op)
+        if is_wide("all_reduce", x, out_dtype):
+            return _all_reduce_wide.call((x, out), (reduction_name(op),), group, numerics, max_sms)
         return _all_reduce.call((x, out), (reduction_name(op),), group, numerics, max_sms)
     except BaseException as error:
         _all_reduce.left(error, x, group)
@@ -417,6 +468,13 @@ class _ReduceScatter(_Reduction):
 _reduce_scatter: CallPath[torch.Tensor] = CallPath(_ReduceScatter())
 
 
+class _ReduceScatterWide(_Wide, _ReduceScatter):
+    gradient = autograd.keep_dtype, autograd.reduce_scatter_fp32
+
+
+_reduce_scatter_wide: CallPath[torch.Tensor] = CallPath(_ReduceScatterWide())
+
+
 def reduce_scatter(
     x: torch.Tensor,
     *,
@@ -424,6 +482,7 @@ def reduce_scatter(
     dim: int = 0,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
@@ -440,13 +499,14 @@ def reduce_scatter(
         group: as in `all_reduce`.
         out: where to write: `x`'s shape with `dim` divided by the group's size, same dtype and device, any strides; no
             memory shared with `x`. None allocates it.
+        out_dtype: as in `all_reduce`: `torch.float32` gives the fp32 sums of bf16 or fp16, as gradients want them.
         numerics: as in `all_reduce`. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not
             depend on tuning and are those of the same part of an ordered `all_reduce`.
         max_sms: as in `all_reduce`.
         async_op: as in `all_reduce`.
 
     Returns:
-        `out`, or a new contiguous tensor of `x`'s dtype, `dim` divided by the group's size.
+        `out`, or a new contiguous tensor of `x`'s dtype or `out_dtype`, `dim` divided by the group's size.
 
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
@@ -454,11 +514,13 @@ def reduce_scatter(
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
     try:
-        if not (async_op or is_dynamo_compiling()):
+        if not (async_op or out_dtype or is_dynamo_compiling()):
             fast = _reduce_scatter.last[world._default_pg if group is None else group]
             if (result := fast(x, out, op, dim, numerics, max_sms)) is not None:
                 return result
         refuse_async("reduce_scatter", async_op)
+        if is_wide("reduce_scatter", x, out_dtype):
+            return _reduce_scatter_wide.call((x, out), (reduction_name(op), dim), group, numerics, max_sms)
         return _reduce_scatter.call((x, out), (reduction_name(op), dim), group, numerics, max_sms)
     except BaseException as error:
         _reduce_scatter.left(error, x, group)

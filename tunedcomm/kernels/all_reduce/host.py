@@ -17,6 +17,7 @@ from typing import Any
 
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import KIB, LINE, REDUCED, HostComposed, HostStage, HostVariant
+from tunedcomm.kernels.common.reference import WIDE
 from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem
@@ -31,7 +32,7 @@ class _HostAllReduce(HostVariant):
     dtypes = REDUCED
 
     def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
-        is_small = problem.nbytes <= _MAX_ONE_SHOT
+        is_small = problem.nbytes <= _MAX_ONE_SHOT or problem.layout == WIDE
         return is_small == isinstance(self, HostOneShot) and super().default_beats_library(problem, limits)
 
 
@@ -45,7 +46,7 @@ class HostOneShot(_HostAllReduce, registered=True):
         own_slots, copy = stage.own_slots, stage.copy
         return stage.one_pass(
             lambda slot, at_x, first, size: copy(own_slots[slot], at_x + first, size),
-            stage.take_sums(stage.combiner(problem), 0),
+            stage.take_sums(problem, 0),
         )
 
 
@@ -57,6 +58,8 @@ class HostTwoShot(_HostAllReduce, registered=True):
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.nbytes < _MIN_SLICE * problem.world_size:
             return f"slices of {problem.nbytes} bytes are too small for a second step"
+        if problem.layout == WIDE:
+            return "its sums are rounded; host_one_shot rounds none"
         return super().infeasible(problem, config, limits)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:

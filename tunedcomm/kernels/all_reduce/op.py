@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.feasibility import Launch, packets_a_block, refuse_kernels
+from tunedcomm.kernels.common.feasibility import Launch, packets_a_block, refuse_kernels, refuse_result
 from tunedcomm.kernels.common.in_order import InOrderVariant, reduce_in_order
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
@@ -58,8 +58,11 @@ class AllReduceVariant(KernelVariant):
     op = "all_reduce"
     sliced = False
 
+    wide = False  # results are fp32, and payloads 16-bit floats
+
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        return refuse_kernels(problem, limits, SUM_DTYPES, ("sum", "avg"))
+        dtypes = SUM_DTYPES[:2] if self.wide else SUM_DTYPES
+        return refuse_result(problem, wide=self.wide) or refuse_kernels(problem, limits, dtypes, ("sum", "avg"))
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {

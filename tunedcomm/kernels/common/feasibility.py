@@ -42,6 +42,13 @@ def refuse_kernels(problem: Problem, limits: Limits, dtypes: Sequence[str], redu
     return None
 
 
+def refuse_result(problem: Problem, *, wide: bool) -> str | None:
+    """Return why sums that are `wide` (fp32, of 16-bit floats), or rounded, are not the problem's results, or None."""
+    if wide == (problem.layout == "float32"):
+        return None
+    return "its results are fp32 sums" if wide else "its sums are rounded; the variants that end in _fp32 round none"
+
+
 def refuse_multicast(limits: Limits) -> str | None:
     """Return why multimem kernels must not be launched here, or None."""
     if not limits.multicast and not limits.emulated_multicast:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.launch import AddressLaunch
+from tunedcomm.kernels.common.reference import WIDE
 from tunedcomm.kernels.common.variant import Collective, ComposedVariant, VariantBase, Workspace
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import DTYPES, ITEMSIZE, Limits, Problem, Variant
@@ -211,9 +212,12 @@ class HostStage:
 
         return put
 
-    def take_sums(self, combine: Combine, at: int) -> Take:
+    def take_sums(self, problem: Problem, at: int) -> Take:
         """Reduces all ranks' bytes from `at` on of a slot into the output."""
         parts = {size: self.parts(at, size) for size in self.sizes()}
+        if problem.layout == WIDE:
+            return _take_wide_sums(parts, is_mean=problem.reduction == "avg")
+        combine = self.combiner(problem)
         rooms = _FromUse(self.room)
         room_at, copy = self.room_at, self.copy
 
@@ -388,6 +392,25 @@ def _combine_halves(problem: Problem, piece_size: int, scratch: Any) -> Combine:
                 words[found] = 0
 
     return combine
+
+
+def _take_wide_sums(parts: Mapping[int, Mapping[int, list[Any]]], *, is_mean: bool) -> Take:
+    """Sums 16-bit floats in fp32, straight into the output, in pieces as `_combine_halves` does."""
+    import torch
+
+    def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
+        every = parts[size][slot]
+        memory = (ctypes.c_char * (2 * size)).from_address(at_out + 2 * first)
+        whole = torch.frombuffer(memory, dtype=torch.float32)
+        for start in range(0, len(whole), _PIECE):
+            piece, span = whole[start : start + _PIECE], slice(start, start + _PIECE)
+            piece.zero_()
+            for part in every:
+                piece.add_(part[span])
+            if is_mean:
+                piece.div_(len(every)).add_(0.0)  # −0.0 becomes +0.0
+
+    return take
 
 
 def _copy_on_threads(target: int, source: int, nbytes: int) -> None:

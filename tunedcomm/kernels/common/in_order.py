@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 16 << 20  # of a rank's input that are under way at once
 
 
-def sum_in_order(parts: torch.Tensor, reduction: str) -> torch.Tensor:
-    """The reduction over the first extent, in rank order.
+def sum_in_order(parts: torch.Tensor, reduction: str, dtype: torch.dtype) -> torch.Tensor:
+    """The reduction over the first extent, in rank order, in `dtype`.
 
     Floats are summed in fp32, or fp64 if they are that wide, and rounded once.
     """
@@ -32,18 +32,18 @@ def sum_in_order(parts: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction in ("max", "min") or not parts.is_floating_point():
         return reduced(parts.unbind(), reduction, parts.dtype)
     total = reduced(parts.unbind(), reduction, torch.promote_types(parts.dtype, torch.float32))
-    return total.to(parts.dtype) + 0.0  # a mean that rounds to −0.0 is written as +0.0
+    return total.to(dtype) + 0.0  # a mean that rounds to −0.0 is written as +0.0
 
 
-def _scatter(rows: torch.Tensor, reduction: str, group: Any) -> torch.Tensor:
-    """This rank's row of the reduction of every rank's [ranks, n]."""
+def _scatter(rows: torch.Tensor, reduction: str, dtype: torch.dtype, group: Any) -> torch.Tensor:
+    """This rank's row of the reduction of every rank's [ranks, n], in `dtype`."""
     import torch
     import torch.distributed as dist
 
     come = torch.empty_like(rows)
     exchange: Any = dist.all_to_all_single
     exchange(come.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8), group=group)
-    return sum_in_order(come, reduction)
+    return sum_in_order(come, reduction, dtype)
 
 
 def scatter_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: Any) -> None:
@@ -51,7 +51,7 @@ def scatter_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: 
     piece_rows = max(_PIECE_BYTES // (len(x) * x.element_size()), 1)
     for first in range(0, len(out), piece_rows):
         rows = x[:, first : first + piece_rows].contiguous()
-        out[first : first + piece_rows] = _scatter(rows, reduction, group)
+        out[first : first + piece_rows] = _scatter(rows, reduction, out.dtype, group)
 
 
 def reduce_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: Any) -> None:
@@ -65,9 +65,10 @@ def reduce_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: A
         piece = x[first : first + piece_rows]
         rows = piece.new_zeros((ranks, -(-len(piece) // ranks)))
         rows.view(-1)[: len(piece)] = piece
-        own_rows = _scatter(rows, reduction, group)
-        gather(rows.view(-1).view(torch.uint8), own_rows.view(torch.uint8), group=group)
-        out[first : first + piece_rows] = rows.view(-1)[: len(piece)]
+        own_rows = _scatter(rows, reduction, out.dtype, group)
+        whole = own_rows.new_empty(rows.numel())
+        gather(whole.view(torch.uint8), own_rows.view(torch.uint8), group=group)
+        out[first : first + piece_rows] = whole[: len(piece)]
 
 
 class InOrderVariant(VariantBase):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 SUM_DTYPES = ("bfloat16", "float16", "float32")  # that kernels sum
+WIDE = "float32"  # layout of reductions whose results are fp32 sums of 16-bit floats, never rounded between
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
@@ -62,10 +63,11 @@ def reduced(parts: Sequence[torch.Tensor], reduction: str, dtype: torch.dtype) -
 
 
 def outputs_like(problem: Problem, device: Any) -> tuple[torch.Tensor]:
-    """The one output of an op that returns the problem's shape and dtype."""
+    """The one output of an op that returns the problem's shape and dtype, or the dtype that the layout `WIDE` names."""
     import torch
 
-    return (torch.empty(problem.shape, dtype=getattr(torch, problem.dtype), device=device),)
+    dtype = WIDE if problem.layout == WIDE else problem.dtype
+    return (torch.empty(problem.shape, dtype=getattr(torch, dtype), device=device),)
 
 
 def outputs_of_ranks(problem: Problem, device: Any) -> tuple[torch.Tensor]:
@@ -76,12 +78,12 @@ def outputs_of_ranks(problem: Problem, device: Any) -> tuple[torch.Tensor]:
     return (torch.empty(numel, dtype=getattr(torch, problem.dtype), device=device),)
 
 
-def ordered_sum(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
-    """The bits that `ordered` kernels give: fp32 in rank order, rounded once."""
+def ordered_sum(parts: Sequence[torch.Tensor], reduction: str, *, wide: bool = False) -> torch.Tensor:
+    """The bits that `ordered` kernels give: fp32 in rank order, rounded once, or never if `wide`."""
     import torch
 
     # A mean that rounds to −0.0 is written as +0.0.
-    return reduced(parts, reduction, torch.float32).to(parts[0].dtype) + 0.0
+    return reduced(parts, reduction, torch.float32).to(torch.float32 if wide else parts[0].dtype) + 0.0
 
 
 def with_extras(s: torch.Tensor, *extras: torch.Tensor | None) -> torch.Tensor:
@@ -170,7 +172,12 @@ def register_reduction(
         return (reduced(parts(problem, inputs, rank), problem.reduction, torch.float64),)
 
     def exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-        return (ordered_sum(parts(problem, inputs, rank), problem.reduction),)
+        return (ordered_sum(parts(problem, inputs, rank), problem.reduction, wide=problem.layout == WIDE),)
+
+    def check(problem: Problem) -> None:
+        linear = problem.reduction in ("sum", "avg") and not problem.in_place
+        if problem.layout == WIDE and not (linear and problem.dtype in ("bfloat16", "float16")):
+            raise ValueError(f"{problem}: fp32 results are sums and means of bfloat16 and float16, not in place")
 
     return register_op(
         OpSpec(
@@ -190,6 +197,8 @@ def register_reduction(
             default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib, host_largest=host_largest),
             ordered_reference=exact,
             in_place=not scatters,
+            layouts=("", WIDE),
+            check=check,
             is_per_rank=scatters,
             model_shapes=rank_hidden_states if scatters else hidden_states,
         )

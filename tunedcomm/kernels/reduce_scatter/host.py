@@ -20,5 +20,5 @@ class HostOneShot(ScatterVariant, registered=True):
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         stage = HostStage(workspace, problem, config, segments=problem.world_size)
-        sums = stage.take_sums(stage.combiner(problem), stage.ring.rank * stage.chunk)
+        sums = stage.take_sums(problem, stage.ring.rank * stage.chunk)
         return stage.one_pass(stage.put_segments(), sums)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels
+from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels, refuse_result
 from tunedcomm.kernels.common.in_order import InOrderVariant, scatter_in_order
 from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
@@ -26,8 +26,11 @@ class ReduceScatterVariant(KernelVariant):
 
     op = "reduce_scatter"
 
+    wide = False  # results are fp32, and payloads 16-bit floats
+
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        return refuse_kernels(problem, limits, SUM_DTYPES, ("sum", "avg"))
+        dtypes = SUM_DTYPES[:2] if self.wide else SUM_DTYPES
+        return refuse_result(problem, wide=self.wide) or refuse_kernels(problem, limits, dtypes, ("sum", "avg"))
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {
@@ -53,7 +56,8 @@ class Library(LibraryVariant, registered=True):
         group, averages = workspace.group, problem.reduction == "avg"
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            x, out = inputs[0].view(-1), outputs[0].view(-1)
+            out = outputs[0].view(-1)
+            x = inputs[0].view(-1).to(out.dtype)
             if averages and not x.is_cuda:  # gloo has no average
                 scatter(out, x, dist.ReduceOp.SUM, group=group)
                 out.div_(problem.world_size)
