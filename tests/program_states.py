@@ -213,6 +213,11 @@ def cases(rank: int, world_size: int, device: str) -> dict[str, Case]:
         "all_gather with progress": Case("all_gather", (x,), gathered, operator=False, kernels=True),
         "reduce_scatter": Case("reduce_scatter", (x,), lambda group, x: t.reduce_scatter(x, group=group)),
         "reduce_scatter bf16": Case("reduce_scatter", (x.to(bf16),), lambda group, x: t.reduce_scatter(x, group=group)),
+        "reduce_scatter to fp32": Case(
+            "reduce_scatter",
+            (x.to(bf16),),
+            lambda group, x: t.reduce_scatter(x, out_dtype=torch.float32, group=group),
+        ),
         "all_to_all": Case("all_to_all", (x,), lambda group, x: t.all_to_all(x, group=group)),
         "all_to_all_v": Case("all_to_all_v", (x,), all_to_all_v, operator=False),
         "broadcast": Case("broadcast", (x,), lambda group, x: t.broadcast(x, 1, group=group)),

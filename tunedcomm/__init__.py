@@ -87,6 +87,8 @@ __all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:
+    if name == "fsdp":
+        return importlib.import_module(f"{__name__}.fsdp")
     for module, names in _HOMES.items():
         if name in names.split():
             value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)

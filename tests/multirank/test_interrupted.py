@@ -210,6 +210,8 @@ def public_calls(rank: int) -> dict[str, Callable[[], Any]]:
         "all_reduce": lambda: tunedcomm.all_reduce(large),
         "all_gather": lambda: tunedcomm.all_gather(x),
         "reduce_scatter": lambda: tunedcomm.reduce_scatter(x),
+        "all_reduce_fp32": lambda: tunedcomm.all_reduce(x.bfloat16(), out_dtype=torch.float32),
+        "reduce_scatter_fp32": lambda: tunedcomm.reduce_scatter(x.bfloat16(), out_dtype=torch.float32),
         "all_to_all": lambda: tunedcomm.all_to_all(x),
         "all_to_all_v": lambda: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=4),
         "broadcast": lambda: tunedcomm.broadcast(x, 1),

@@ -62,6 +62,8 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
         "all_reduce": (x, "sum", *same),
         "all_gather": (x, 1, *same),
         "reduce_scatter": (x, "avg", 1, *same),
+        "all_reduce_fp32": (x.bfloat16(), "avg", *same),
+        "reduce_scatter_fp32": (x.bfloat16(), "avg", 1, *same),
         "all_to_all": (x, *same),
         "broadcast": (x, 1, *same),
         "dcp_combine": (draw(rank, 3, 4, 8), draw(rank + 2, 3, 4), "2", *same),
@@ -112,6 +114,7 @@ CHECKS = (
         *(f"{op}.out" for op in COLLECTIVES),
     ),
     *("all_reduce_rms_norm_quantized", "all_reduce_", "all_reduce_bias_"),
+    *("all_reduce_fp32", "reduce_scatter_fp32"),
 )
 OF_GEMMS = (
     *(f"{op}{dtype}" for dtype in ("", " bf16", " fp8") for op in GEMMS),

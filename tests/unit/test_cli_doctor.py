@@ -263,3 +263,5 @@ def test_an_installed_engine_is_read_and_not_imported(tmp_path: Path, monkeypatc
     assert "TUNEDCOMM_ENGINES" in lines()["entry point"][1]
     assert run("doctor", "--engine", "vllm").code == 0
     assert run("doctor", "--engine", "trl").code == 2
+    fsdp = {line.name: line for line in doctor.check_engine("fsdp")}
+    assert list(fsdp) == ["torch", "all_gather", "reduce_scatter"], "the hooks are there, and no entry point is asked"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def test_every_op_is_an_operator() -> None:
     assert all(operator.gradient for operator in operators.values())
     assert OPS.ag_gemm_list.overloads() == ["default"]
     for op in SERVED:
-        assert hasattr(tunedcomm, op.removesuffix("_gathered").removesuffix("_quantized").removesuffix("_tokens"))
+        assert hasattr(tunedcomm, re.sub("_(gathered|quantized|tokens|fp32)$", "", op))
         assert sorted(getattr(OPS, op).overloads()) == ["default", "out"]
 
 
@@ -66,6 +67,8 @@ def results(op: str, tensors: list[Any], *options: Any) -> Any:
         ("all_gather", [()], (0,), [(4,)]),
         ("reduce_scatter", [(8, 12)], ("sum", 0), [(2, 12)]),
         ("reduce_scatter", [(8, 12)], ("avg", -1), [(8, 3)]),
+        ("all_reduce_fp32", [(8, 12)], ("sum",), [(8, 12)]),
+        ("reduce_scatter_fp32", [(8, 12)], ("sum", -1), [(8, 3)]),
         ("all_to_all", [(8, 12)], (), [(8, 12)]),
         ("all_reduce_bias", [(8, 12), (12,)], (), [(8, 12)]),
         ("ulysses_scatter", [(2, 3, 8, 5)], (), [(2, 12, 2, 5)]),
@@ -77,7 +80,8 @@ def test_shapes(op: str, shapes: list[Any], options: tuple[Any, ...], expected: 
     made = results(op, [fakes(shape)[0] if shape is not None else None for shape in shapes], *options)
     tensors = made if isinstance(made, (list, tuple)) else [made]
     assert [tuple(tensor.shape) for tensor in tensors] == expected
-    assert all(tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in tensors)
+    dtype = torch.float32 if op.endswith("_fp32") else torch.bfloat16
+    assert all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ _NONE_HERE = "tune it: tunedcomm tune --op all_reduce"
 
 
 EngineOption = Annotated[
-    Literal["vllm", "sglang"] | None,
+    Literal["vllm", "sglang", "fsdp"] | None,
     typer.Option(help="Show what this engine would ask tunedcomm, in its order, and which of it is tuned here."),
 ]
 
@@ -354,6 +354,7 @@ def check_variables() -> Iterator[Line]:
 # them ("" for a hook alone), and the file, class and functions that are hooked.
 _VLLM = "distributed/device_communicators/cuda_communicator.py", "CudaCommunicator"
 _SGLANG = "srt/distributed/parallel_state.py", "GroupCoordinator"
+_FSDP = "distributed/fsdp/_fully_shard/_fully_shard.py", "FSDPModule"
 _NORM = "all_reduce_rms_norm"
 _ENGINES = {
     "vllm": (
@@ -383,7 +384,17 @@ _ENGINES = {
             ("reduce_scatter", *_SGLANG, "_reduce_scatter_tensor reduce_scatterv"),
         ),
     ),
+    "fsdp": (
+        "",  # `tunedcomm.fsdp.install` takes the place of an entry point
+        "",
+        (
+            ("", "distributed/fsdp/_fully_shard/_fsdp_api.py", "Comm", "allocate"),
+            ("all_gather", *_FSDP, "set_custom_all_gather"),
+            ("reduce_scatter", *_FSDP, "set_custom_reduce_scatter"),
+        ),
+    ),
 }
+_TESTED_TORCH = "2.11 to 2.14"
 
 
 def check_engine(engine: str) -> Iterator[Line]:
@@ -391,37 +402,43 @@ def check_engine(engine: str) -> Iterator[Line]:
     import tunedcomm_plugin
 
     group, variable, calls = _ENGINES[engine]
-    spec, tested = importlib.util.find_spec(engine), tunedcomm_plugin.TESTED[engine]
+    package, tested = ("torch", _TESTED_TORCH) if engine == "fsdp" else (engine, tunedcomm_plugin.TESTED[engine])
+    spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        yield Line(engine, "warn", "is not installed", f"install it in this environment; tested with {engine} {tested}")
+        yield Line(package, "warn", "is not installed", f"install it in this environment; tested with {tested}")
         return
-    version, (first, last) = version_of(engine), map(_parsed, tested.split(" to "))
+    version, (first, last) = version_of(package), map(_parsed, tested.split(" to "))
     is_tested = first <= _parsed(version) and _parsed(version)[: len(last)] <= last
-    fix = "" if is_tested else "if it is wrong or warns, set TUNEDCOMM_ENGINES=0 and report it"
-    yield Line(engine, "ok" if is_tested else "warn", f"{version}; tested with {tested}", fix)
+    without = "set TUNEDCOMM_ENGINES=0" if group else "leave out tunedcomm.fsdp.install()"
+    fix = "" if is_tested else f"if it is wrong or warns, {without} and report it"
+    yield Line(package, "ok" if is_tested else "warn", f"{version}; tested with {tested}", fix)
+    if group:
+        yield _entry_point(engine, group, variable)
+    for op, file, owner, names in calls:
+        path = Path(spec.submodule_search_locations[0], file)
+        missing = sorted(set(names.split()) - _defined(path, owner)) if path.exists() else names.split()
+        if missing:
+            why = f"{package} {version} has no {', '.join(missing)}"
+            yield Line(op or "hook", "warn", why, f"use {package} {tested}")
+        elif op:
+            tuned = _tuned_calls(op)
+            fix = "" if tuned else f"tune it: tunedcomm tune --op {op}"
+            yield Line(op, "ok" if tuned else "warn", f"{', '.join(names.split())}: {tuned or 'nothing measured'}", fix)
+
+
+def _entry_point(engine: str, group: str, variable: str) -> Line:
+    """The entry point by which an engine loads tunedcomm."""
     found = [
         entry for entry in importlib.metadata.entry_points(group=group) if entry.value.startswith("tunedcomm_plugin")
     ]
     listed = os.environ.get(variable)
     if not found:
-        yield Line("entry point", "fail", f"tunedcomm has none in {group}", "install tunedcomm again")
-    elif not settings.engines():
-        yield Line("entry point", "warn", "switched off by TUNEDCOMM_ENGINES", "unset it")
-    elif listed is not None and (listed or engine == "vllm") and found[0].name not in listed.split(","):
-        yield Line("entry point", "warn", f"{variable}={listed} leaves it out", f"add {found[0].name} to {variable}")
-    else:
-        yield Line("entry point", "ok", f"{found[0].name} in {group}")
-    for op, file, owner, names in calls:
-        path = Path(spec.submodule_search_locations[0], file)
-        missing = sorted(set(names.split()) - _defined(path, owner)) if path.exists() else names.split()
-        if missing:
-            yield Line(
-                op or "hook", "warn", f"{engine} {version} has no {', '.join(missing)}", f"use {engine} {tested}"
-            )
-        elif op:
-            tuned = _tuned_calls(op)
-            fix = "" if tuned else f"tune it: tunedcomm tune --op {op}"
-            yield Line(op, "ok" if tuned else "warn", f"{', '.join(names.split())}: {tuned or 'nothing measured'}", fix)
+        return Line("entry point", "fail", f"tunedcomm has none in {group}", "install tunedcomm again")
+    if not settings.engines():
+        return Line("entry point", "warn", "switched off by TUNEDCOMM_ENGINES", "unset it")
+    if listed is not None and (listed or engine == "vllm") and found[0].name not in listed.split(","):
+        return Line("entry point", "warn", f"{variable}={listed} leaves it out", f"add {found[0].name} to {variable}")
+    return Line("entry point", "ok", f"{found[0].name} in {group}")
 
 
 def _defined(path: Path, owner: str) -> set[str]:

@@ -153,6 +153,7 @@ class RoutedGroup:
         device: where it works, known also while there is no communicator.
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
         numerics: policy of its calls; None: the one in force.
+        max_sms: limit of its calls, as of `all_reduce`.
         depth: number of blocks and installs that hold it.
         record: every routing so far, also those that were replaced since, by the key of its calls and what serves them;
             beyond `MAX_PROBLEMS` one entry for each operator and variant.
@@ -162,6 +163,7 @@ class RoutedGroup:
     device: torch.device
     max_count: int | None = None
     numerics: NumericsPolicy | None = None
+    max_sms: int | None = None
     depth: int = 0
     record: dict[tuple[Any, ...], _Record] = field(default_factory=dict)
     side_stream: Any = None
@@ -188,6 +190,7 @@ class RoutedGroup:
         options: tuple[Any, ...],
         *,
         in_place: bool = False,
+        symmetric: bool = False,
         others: Tensors = (),
     ) -> Routing | None:
         """Count a call of the operator `call`, which is tunedcomm's op of `x`; None if the library serves it.
@@ -197,16 +200,18 @@ class RoutedGroup:
             adapter: of the op.
             x, options: a tensor and options that are alike on all ranks.
             in_place: the result takes the input's place.
+            symmetric: peers address the input.
             others: the op's other inputs; `options` tell calls with and without them apart.
         """
         if x.is_nested:  # it has no shape
             return None
         capturing = is_capturing()
         policy = self.communicator.policy(self.numerics)
-        key = (call, adapter.op, options, x.shape, x.dtype, x.device, x.layout, capturing, policy)
+        key = (call, adapter.op, options, symmetric, x.shape, x.dtype, x.device, x.layout, capturing, policy)
         routing = self._routings.get(key)
         if routing is None:
-            routing = self._decide(call, adapter, (x, *others), options, in_place, key)
+            memory = {"in_place": in_place, "symmetric": symmetric}
+            routing = self._decide(call, adapter, (x, *others), options, memory, key)
             # A problem first met in a capture goes to the library in this graph only.
             if not capturing or routing.served:
                 if len(self._routings) >= MAX_PROBLEMS:
@@ -217,18 +222,18 @@ class RoutedGroup:
             routing.miss.count += 1
         return routing if routing.served else None
 
-    def begin(self, call: Job, routing: Routing, results: Any = None, beside: bool = True) -> tuple[Any, Any]:
+    def begin(self, call: Job, may_wait: bool, results: Any = None, beside: bool = True) -> tuple[Any, Any]:
         """Make a call, which may go on `beside` the caller: its result, and its work object, or None if it has ended.
 
-        The work's future has `results`, or as None a list of the call's result.
+        It may be queued if `may_wait`. The work's future has `results`, or as None a list of the call's result.
         """
         communicator = self.communicator
         queue, ring = communicator.queue, communicator.ring
-        waits = beside and routing.may_wait and not queue.is_current
+        waits = beside and may_wait and not queue.is_current
         if not waits or (not queue.is_busy and ring is not None and ring.all_arrived(_PATIENCE_NS)):
-            return _inside(call), None
+            return inside(call), None
         forget_last(self.group)
-        found, jobs = put_off(lambda: _inside(call))
+        found, jobs = put_off(lambda: inside(call))
 
         def run() -> None:
             try:
@@ -256,7 +261,13 @@ class RoutedGroup:
         self._communicator = None
 
     def _decide(
-        self, call: str, adapter: OpAdapter, inputs: Tensors, options: tuple[Any, ...], in_place: bool, key: Any
+        self,
+        call: str,
+        adapter: OpAdapter,
+        inputs: Tensors,
+        options: tuple[Any, ...],
+        memory: dict[str, bool],
+        key: Any,
     ) -> Routing:
         plan, by, op, x = None, "", adapter.op, inputs[0]
         problem, why = (
@@ -267,7 +278,8 @@ class RoutedGroup:
             try:
                 with torch.no_grad():
                     path = paths[adapter.operator]
-                    plan = path.planned(inputs, options, self.group, self.policy(adapter), in_place=in_place)
+                    policy, max_sms = self.policy(adapter), self.max_sms
+                    plan = path.planned(inputs, options, self.group, policy, max_sms=max_sms, **memory)
             except UnsupportedInputError as error:
                 why = str(error)
         if why and adapter.reduces and options[0] in ("sum", "avg") and self._must_be_ordered(x):
@@ -331,7 +343,7 @@ def _forget_all() -> None:
 on_forget(_forget_all)
 
 
-def _inside(call: Callable[[], Any]) -> Any:
+def inside(call: Callable[[], Any]) -> Any:
     """The result of a served call; its own calls of torch.distributed are the library's."""
     with no_intercept():
         return call()
@@ -341,10 +353,10 @@ def _inside(call: Callable[[], Any]) -> Any:
 # and allows the input to be a part of the output. So tensors are seen as flat, and a shared input is copied first.
 
 
-def _start(
-    of: RoutedGroup, routing: Routing, call: Job, results: Any, tensors: Sequence[torch.Tensor], beside: bool
+def start(
+    of: RoutedGroup, may_wait: bool, call: Job, results: Any, tensors: Sequence[torch.Tensor], beside: bool
 ) -> Any:
-    """Run a served call, which reads and writes `tensors`, and give the work object that operators return for it.
+    """Run a served call, which reads and writes `tensors`, and give its work object, which operators return boxed.
 
     It runs on the current stream, or `beside` it, on a stream or a thread of the group's own, while the caller goes on.
     """
@@ -354,17 +366,17 @@ def _start(
             of.side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         of.side_stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(of.side_stream):
-            _inside(call)
+            inside(call)
             for tensor in tensors:  # their memory may be given to others once the caller drops them
                 tensor.record_stream(of.side_stream)
             return _work(results, [device])
-    _, work = of.begin(call, routing, results, beside)
-    return work.boxed() if work else _work(results, [tensors[0].device] if tensors[0].is_cuda else None)
+    _, work = of.begin(call, may_wait, results, beside)
+    return work or _work(results, [tensors[0].device] if tensors[0].is_cuda else None)
 
 
 def _functional(of: RoutedGroup, routing: Routing, call: Callable[[], Any], out: torch.Tensor | None) -> Any:
     """The result of a served functional call; `wait_tensor` waits for it where it has not ended."""
-    found, work = of.begin(call, routing)
+    found, work = of.begin(call, routing.may_wait)
     if work is not None:
         _c10d._register_work(found if out is None else out, work)
     return found if out is None else out
@@ -383,10 +395,10 @@ def _work(results: Any, devices: list[int | str | torch.device] | None) -> Any:
         work = _c10d.PythonCallbackWork(lambda timeout: True)
         work.get_future().set_result(results)
         work.wait()  # is_completed() is true from then on
-        return work.boxed()
+        return work
     future: Any = torch.futures.Future(devices=devices)
     future.set_result(results)
-    return _c10d._create_work_from_future(future).boxed()
+    return _c10d._create_work_from_future(future)
 
 
 class _Waiting:
@@ -448,13 +460,13 @@ def run_served(
     of: RoutedGroup, adapter: OpAdapter, serve: TorchServe, x: torch.Tensor, out: torch.Tensor | None
 ) -> Any:
     """The op's result in a new tensor or in `out`, which may have any strides, share memory with `x`, or be `x`."""
-    path, numerics = paths[adapter.op], of.policy(adapter)
+    path, numerics, max_sms = paths[adapter.operator], of.policy(adapter), of.max_sms
     if out is None:
-        return path.repeat((of.plain(x.detach()), None), serve.options, of.group, numerics, None)
+        return path.repeat((of.plain(x.detach()), None), serve.options, of.group, numerics, max_sms)
     if out is x and adapter.aliases:
         target = x.detach()
         plain = of.plain(target)
-        path.repeat((plain, plain), serve.options, of.group, numerics, None)
+        path.repeat((plain, plain), serve.options, of.group, numerics, max_sms)
         if plain is not target:
             when_due(lambda: target.copy_(plain))
         return out
@@ -466,9 +478,10 @@ def run_served(
         source = x.detach().contiguous()
         shape = adapter.results((source,), serve.options, of.group.size())[0][0]
     sink = target.view(shape) if target.is_contiguous() else target.new_empty(shape)
-    if -sink.nbytes < sink.data_ptr() - source.data_ptr() < source.nbytes:
+    overlap = -sink.nbytes < sink.data_ptr() - source.data_ptr() < source.nbytes
+    if overlap and not adapter.may_hold_input((source,), serve.options, sink, of.group.rank()):
         source = source.clone()
-    path.repeat((source, sink), serve.options, of.group, numerics, None)
+    path.repeat((source, sink), serve.options, of.group, numerics, max_sms)
     if sink.data_ptr() != target.data_ptr():
         when_due(lambda: target.copy_(sink.view(target.shape)))
     return out
@@ -477,6 +490,32 @@ def run_served(
 # Reductions that tunedcomm does not know are asked for all the same: its refusal is the reason in the record.
 _NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 _REDUCTIONS = {int(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
+
+
+def factor_of(op: Any) -> float | None:
+    """The factor of a PREMUL_SUM, by which it multiplies before it sums; None for other reductions."""
+    if op != dist.ReduceOp.PREMUL_SUM:
+        return None
+    factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
+    return factor if isinstance(factor, float) else None
+
+
+def _plain_sums(options: Any) -> Any:
+    """A class of `torch.distributed`'s options whose PREMUL_SUM by 1 is a sum: operators do not show the factor."""
+
+    class PlainSums(options):  # type: ignore[misc]
+        @property
+        def reduceOp(self) -> Any:  # noqa: N802 - torch's name
+            return super().reduceOp
+
+        @reduceOp.setter
+        def reduceOp(self, op: Any) -> None:  # noqa: N802
+            options.reduceOp.__set__(self, dist.ReduceOp.SUM if factor_of(op) == 1 else op)
+
+    return PlainSums
+
+
+_OPTIONS = {name: getattr(distributed_c10d, name) for name in ("AllreduceOptions", "ReduceScatterOptions")}
 # Right above the kernels of devices, below autograd's, and where none of these operators has a kernel of torch's.
 KEY = "BackendSelect"
 
@@ -560,11 +599,10 @@ class _Reader:
             return partial(_functional, of, routing, run, out)
         is_async, results = values[self._async], [out] if results is None else results
         tensors: Sequence[Any] = (x,) if out is x else (x, out)
-        start = partial(_start, of, routing, run, results, tensors, is_async)
         if self._returns_work:
-            return start
+            return lambda: start(of, routing.may_wait, run, results, tensors, is_async).boxed()
         first = results if self._in_place else out
-        return lambda: (first, start())
+        return lambda: (first, start(of, routing.may_wait, run, results, tensors, is_async).boxed())
 
 
 @cache
@@ -664,6 +702,8 @@ def _register() -> None:
     if not wanted:
         _libraries.clear()
         intercepted.clear()
+        for name, options in _OPTIONS.items():
+            setattr(distributed_c10d, name, options)
     elif not _libraries:
         make: Any = torch.library.Library  # untyped
         libraries = {namespace: make(namespace, "IMPL") for namespace in ("c10d", "_c10d_functional")}
@@ -671,6 +711,8 @@ def _register() -> None:
             namespace, name = reader.name.split("::")
             libraries[namespace].impl(name, _kernel(reader), KEY, with_keyset=True)
         _libraries.extend(libraries.values())
+        for name, options in _OPTIONS.items():
+            setattr(distributed_c10d, name, _plain_sums(options))
         intercepted.append(True)
     _device_keys.update(wanted)
 

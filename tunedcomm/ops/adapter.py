@@ -178,6 +178,10 @@ class OpAdapter(ABC):
         """False for calls that the library serves because ranks have nothing in common to choose a kernel by."""
         return True
 
+    def may_hold_input(self, inputs: Tensors, options: Any, output: torch.Tensor, rank: int) -> bool:
+        """True if the first input may lie in the output where it does: it is written with its own values."""
+        return False
+
     def common_options(self, options: Any) -> Any:
         """The options that every rank passes alike."""
         return options

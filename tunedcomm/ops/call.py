@@ -388,9 +388,11 @@ class CallPath(Generic[Result]):
         group: Group,
         numerics: NumericsPolicy | None,
         *,
+        max_sms: int | None = None,
         in_place: bool = False,
+        symmetric: bool = False,
     ) -> Plan:
-        """The plan of a call with such inputs in plain memory; bound now, but not launched.
+        """The plan of a call with such inputs, in plain memory if not `symmetric`; bound now, but not launched.
 
         Raises:
             UnsupportedInputError: the call would be refused.
@@ -403,8 +405,9 @@ class CallPath(Generic[Result]):
         self.adapter.check(inputs, options, communicator.world_size)
         inputs = tuple(map(detached, inputs))
         with current(communicator.device):
-            signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
-            return self._plan(communicator, inputs, signature, in_place=in_place, symmetric=False)[0]
+            policy = communicator.policy(numerics)
+            signature = CallSignature(options, (), (), numerics, max_sms, is_capturing(), policy)
+            return self._plan(communicator, inputs, signature, in_place=in_place, symmetric=symmetric)[0]
 
     def _aliases(self, tensors: Tensors, *, by_memory: bool = False) -> tuple[int, ...]:
         """For each output the index of the input that it is (whose memory it takes), or −1."""
@@ -430,7 +433,7 @@ class CallPath(Generic[Result]):
         wanted = self.results(inputs, signature.options, communicator.world_size, signature.numerics, signature.max_sms)
         values, device = tuple(map(detached, inputs)), inputs[0].device
         try:
-            self._check_outputs(inputs, outputs, wanted)
+            self._check_outputs(communicator, inputs, outputs, wanted, signature.options)
         except UnsupportedInputError:  # which rests on this rank alone: it takes part, so that no peer waits for it
             with contextlib.suppress(TunedCommError):
                 self.run(communicator, values, _complete((None,) * len(outputs), wanted, device), signature)
@@ -475,7 +478,9 @@ class CallPath(Generic[Result]):
         adapter.check(inputs, options, world_size)
         return adapter.results(inputs, options, world_size)
 
-    def _check_outputs(self, inputs: Tensors, outputs: Tensors, wanted: Results) -> None:
+    def _check_outputs(
+        self, communicator: Communicator, inputs: Tensors, outputs: Tensors, wanted: Results, options: Any
+    ) -> None:
         """Refuse outputs that cannot hold the results, with the way out."""
         adapter, x = self.adapter, inputs[0]
         for number, (name, output) in enumerate(zip(adapter.outputs, outputs, strict=True)):
@@ -486,7 +491,8 @@ class CallPath(Generic[Result]):
             check_fits(x, output, shape, dtype, name=name, input_name=adapter.inputs[0])
             names = (*adapter.inputs, *adapter.outputs[:number])
             for other_name, other in zip(names, (*inputs, *outputs[:number]), strict=True):
-                if other is not None:
+                held = other is x and adapter.may_hold_input(inputs, options, output, communicator.rank)
+                if other is not None and not (held and not communicator.is_symmetric(x)):
                     check_apart(other, output, may_be_other=alias == other_name, name=name, other_name=other_name)
         check_differentiable(adapter.op, (*inputs, *outputs))
 
@@ -496,7 +502,7 @@ class CallPath(Generic[Result]):
         """The parts of a call that every rank must ask for alike; refuses what the call would be refused for."""
         adapter = self.adapter
         wanted = self.results(inputs, signature.options, communicator.world_size, signature.numerics, signature.max_sms)
-        self._check_outputs(inputs, outputs, wanted)
+        self._check_outputs(communicator, inputs, outputs, wanted, signature.options)
         in_place = self._aliases((*inputs, *outputs), by_memory=True)[0] == 0
         symmetric = adapter.is_direct(inputs, signature.options) and communicator.is_symmetric(inputs[0])
         values = tuple(map(detached, inputs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _REDUCED = {**FLOATS, **INTEGERS}
 _REDUCTIONS = ("sum", "avg", "max", "min")
 _LINEAR = ("sum", "avg")
+_HALVES = {dtype: name for dtype, name in FLOATS.items() if dtype.itemsize == 2}
 # Names in problems of dtypes that `MOVED` lacks: the integer of their size, for bytes are bytes.
 _BY_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 _WIDEST = 8
@@ -92,8 +93,8 @@ _all_reduce: CallPath[torch.Tensor] = CallPath(_AllReduce())
 class _Wide(_Reduction):
     """A reduction of 16-bit floats with fp32 results, mixed in before the reduction's own adapter."""
 
-    aliases = {}  # noqa: RUF012 - never changed
-    torch_operators = ()
+    aliases: Mapping[str, str] = {}
+    torch_operators: tuple[str, ...] = ()
 
     @property
     def operator(self) -> str:
@@ -104,11 +105,8 @@ class _Wide(_Reduction):
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         super().check(inputs, options, world_size)
-        check_dtype(self.operator, inputs[0], dict.fromkeys((torch.bfloat16, torch.float16)))
+        check_dtype(self.operator, inputs[0], _HALVES)
         check_reduction(options[0], inputs[0], _LINEAR)
-
-    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        return _widened(super().problem(inputs, options, world_size))
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         return [(shape, torch.float32) for shape, _ in super().results(inputs, options, world_size)]
@@ -124,6 +122,9 @@ def _widened(problem: Problem) -> Problem:
 
 class _AllReduceWide(_Wide, _AllReduce):
     gradient = autograd.keep_dtype, autograd.all_reduce_fp32
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        return _widened(super().problem(inputs, options, world_size))
 
 
 _all_reduce_wide: CallPath[torch.Tensor] = CallPath(_AllReduceWide())
@@ -262,6 +263,11 @@ class _AllGather(OpAdapter):
     def is_direct(self, inputs: Tensors, options: Any) -> bool:
         return _leads(inputs[0], options[0])
 
+    def may_hold_input(self, inputs: Tensors, options: Any, output: torch.Tensor, rank: int) -> bool:
+        x = inputs[0]
+        whole = x.is_contiguous() and output.is_contiguous() and self.is_direct(inputs, options)
+        return whole and x.data_ptr() - output.data_ptr() == rank * x.nbytes
+
     def as_result(self, written: torch.Tensor, inputs: Tensors, options: Any, world_size: int) -> torch.Tensor:
         x = inputs[0]
         # The dimension stays split by rank: merged, it would be a copy more.
@@ -288,8 +294,8 @@ def all_gather(
             first that is longer than 1 costs a copy of the result.
         dim: dimension along which to concatenate, from the end if negative.
         group: as in `all_reduce`.
-        out: where to write: of the result's shape, dtype and device, any strides; must not overlap `x`. None allocates
-            it.
+        out: where to write: of the result's shape, dtype and device, any strides; must not overlap `x`, but `x` may be
+            this rank's own part of it, on every rank alike and not in symmetric memory. None allocates it.
         max_sms: as in `all_reduce`. 0 admits copy engines alone.
         async_op: as in `all_reduce`.
 
@@ -470,6 +476,9 @@ _reduce_scatter: CallPath[torch.Tensor] = CallPath(_ReduceScatter())
 
 class _ReduceScatterWide(_Wide, _ReduceScatter):
     gradient = autograd.keep_dtype, autograd.reduce_scatter_fp32
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        return _widened(super().problem(inputs, options, world_size))
 
 
 _reduce_scatter_wide: CallPath[torch.Tensor] = CallPath(_ReduceScatterWide())

@@ -308,6 +308,11 @@ class _Call:
         for index, name in enumerate(self.guarded):
             for other in self.guarded[:index] if name in self.adapter.outputs else ():  # they share no memory
                 below, above = f"below_{name}_{other}", f"above_{name}_{other}"
+                distance = self.given[name].data_ptr() - self.given[other].data_ptr()
+                if -self.given[name].nbytes < distance < self.given[other].nbytes:  # the output holds the input
+                    self.values |= {below: distance}
+                    found += [f"at_{name} - at_{other} != {below}"]
+                    continue
                 self.values |= {below: -self.given[name].nbytes, above: self.given[other].nbytes}
                 found += [f"{below} < at_{name} - at_{other} < {above}"]
         return found

@@ -18,7 +18,7 @@ import atexit
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ from tunedcomm.db.engine import warn_once
 from tunedcomm.dispatch.launches import may_intercept, no_intercept
 from tunedcomm.errors import TunedCommError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch
-from tunedcomm.integrations.intercept import KEY, RoutedGroup, run_served
+from tunedcomm.integrations.intercept import KEY, RoutedCall, RoutedGroup, run_served
 from tunedcomm.ops.adapter import TorchServe
 from tunedcomm.ops.call import leave, paths
 from tunedcomm.ops.fast_call import is_capturing
@@ -216,12 +216,18 @@ class EngineGroup:
 
     def _told(self) -> tuple[logging.Logger | None, Counter[tuple[str, str, bool]]]:
         """Where to report to, and counts by call, reason and whether it was served."""
-        found: Counter[tuple[str, str, bool]] = Counter()
-        for entry, count in self._routed.counts().items():
-            found[entry.call, f"{entry.problem}: {entry.why}", bool(entry.served_by)] += count
+        found = by_reason(self._routed.counts())
         for (call, why), count in self._passed.items():
             found[call, why, False] += count
         return self._logger if self._speaks else None, found
+
+
+def by_reason(calls: Mapping[RoutedCall, int]) -> Counter[tuple[str, str, bool]]:
+    """Counts by call, reason and whether it was served, as `shares_of` takes them."""
+    found: Counter[tuple[str, str, bool]] = Counter()
+    for entry, count in calls.items():
+        found[entry.call, f"{entry.problem}: {entry.why}", bool(entry.served_by)] += count
+    return found
 
 
 _open: weakref.WeakSet[EngineGroup] = weakref.WeakSet()
@@ -240,17 +246,27 @@ def report() -> str:
     logger = next((logger for logger, _ in told if logger is not None), None)
     if logger is None or not counts:
         return ""
+    text = f"tunedcomm served of the engine's calls: {shares_of(counts)}"
+    logger.info(text)
+    return text
+
+
+def shares_of(counts: Mapping[tuple[str, str, bool], int]) -> str:
+    """The share of calls that were served, by call, and the commonest reason against one.
+
+    Args:
+        counts: (call, reason, whether it was served) to number of calls.
+    """
     shares = []
     for call in dict.fromkeys(call for call, *_ in counts):
         every = sum(count for (name, *_), count in counts.items() if name == call)
         served = sum(count for (name, _, is_served), count in counts.items() if name == call and is_served)
         shares.append(f"{call} {served / every:.0%} of {every}")
-    text = f"tunedcomm served of the engine's calls: {', '.join(shares)}"
+    text = ", ".join(shares)
     against = Counter({(call, why): count for (call, why, is_served), count in counts.items() if not is_served})
     if against:
         (call, why), count = against.most_common(1)[0]
         text += f"; most often not: {count} x {call}, {why}"
-    logger.info(text)
     return text
 
 
