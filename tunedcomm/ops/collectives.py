@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,11 @@ class _AllReduce(_Reduction):
     options = ("str op",)
     aliases = {"out": "x"}  # noqa: RUF012 - never changed
     gradient = autograd.keep_nothing, autograd.all_reduce
-    torch_operators = ("c10d::allreduce_", "_c10d_functional::all_reduce", "_c10d_functional::all_reduce_")
+    torch_operators: tuple[str, ...] = (
+        "c10d::allreduce_",
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::all_reduce_",
+    )
 
     def serve_torch(self, call: TorchCall) -> TorchServe | None:
         return None if call.arguments.get("sparse_indices") is not None else TorchServe((call.reduction,), call.x)
@@ -92,9 +96,6 @@ _all_reduce: CallPath[torch.Tensor] = CallPath(_AllReduce())
 
 class _Wide(_Reduction):
     """A reduction of 16-bit floats with fp32 results, mixed in before the reduction's own adapter."""
-
-    aliases: Mapping[str, str] = {}
-    torch_operators: tuple[str, ...] = ()
 
     @property
     def operator(self) -> str:
@@ -121,7 +122,9 @@ def _widened(problem: Problem) -> Problem:
 
 
 class _AllReduceWide(_Wide, _AllReduce):
+    aliases = {}  # noqa: RUF012 - never changed
     gradient = autograd.keep_dtype, autograd.all_reduce_fp32
+    torch_operators = ()
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         return _widened(super().problem(inputs, options, world_size))
@@ -428,7 +431,7 @@ class _ReduceScatter(_Reduction):
     op = "reduce_scatter"
     options = ("str op", "int dim")
     gradient = autograd.keep_nothing, autograd.reduce_scatter
-    torch_operators = (
+    torch_operators: tuple[str, ...] = (
         "c10d::_reduce_scatter_base_",
         "_c10d_functional::reduce_scatter_tensor",
         "_c10d_functional::reduce_scatter_tensor_out",
@@ -476,6 +479,7 @@ _reduce_scatter: CallPath[torch.Tensor] = CallPath(_ReduceScatter())
 
 class _ReduceScatterWide(_Wide, _ReduceScatter):
     gradient = autograd.keep_dtype, autograd.reduce_scatter_fp32
+    torch_operators = ()
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         return _widened(super().problem(inputs, options, world_size))

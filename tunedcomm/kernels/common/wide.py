@@ -40,5 +40,5 @@ def write_wide_sum(
             low += more_low
             high += more_high
         sums = sums + (_wide_mean(low, AVG, WORLD_SIZE), _wide_mean(high, AVG, WORLD_SIZE))  # type: ignore[assignment]
-    write_elements(out, 2 * packet, numel, sums[0], sums[1], sums[2], sums[3], mask, 4, TAIL)
-    write_elements(out, 2 * packet + 1, numel, sums[4], sums[5], sums[6], sums[7], mask, 4, TAIL)
+    write_elements(out, 2 * packet, numel, sums[0], sums[1], sums[2], sums[3], mask, 4, TAIL)  # type: ignore[misc]
+    write_elements(out, 2 * packet + 1, numel, sums[4], sums[5], sums[6], sums[7], mask, 4, TAIL)  # type: ignore[misc]
