@@ -36,6 +36,7 @@ BODIES: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("gemm_bodies", "calls", (2, 3, 4), {"timeout": 300.0}),
     ("gemm_bodies", "kept", (2, 4), {"timeout": 120.0}),
     ("engine_bodies", "vllm deterministic", (2, 4), {}),
+    ("fsdp_bodies", "wide in_place train", (2, 4), {"timeout": 300.0}),
     ("state_bodies", "surroundings", (2,), LONG),
     ("state_bodies", "interrupted", (2,), {}),
     *(("gemm_bodies", "chain", (2, 4), {**LONG, "GEMM_OP": op}) for op in GEMMS),

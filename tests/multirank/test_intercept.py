@@ -178,6 +178,45 @@ def test_functional_collectives(rank: int) -> None:
         equal_to_the_library(lambda call=call: call(whole(rank, 6, 4)))
 
 
+def test_coalesced_collectives(rank: int) -> None:
+    """Lists are served whole, or left to the library whole."""
+    native, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    xs = [whole(rank, 12, 4), whole(rank + 2, 6)]
+
+    def flat(*found: torch.Tensor) -> torch.Tensor:
+        return torch.cat([each.reshape(-1) for each in found])
+
+    def coalesced(is_async: bool) -> torch.Tensor:
+        summed, shares, gathered = [x.clone() for x in xs], [x.new_empty(len(x) // 2, *x.shape[1:]) for x in xs], []
+        finished(dist.all_reduce_coalesced(summed, async_op=is_async))
+        with dist.distributed_c10d._coalescing_manager(async_ops=is_async) as works:
+            for x, share in zip(xs, shares, strict=True):
+                dist.reduce_scatter_tensor(share, x)
+        finished(works if is_async else None)
+        with dist.distributed_c10d._coalescing_manager(async_ops=is_async) as works:
+            for x in xs:
+                gathered.append(x.new_empty(2 * len(x), *x.shape[1:]))
+                dist.all_gather_into_tensor(gathered[-1], x)
+        finished(works if is_async else None)
+        return flat(*summed, *shares, *gathered)
+
+    def functional() -> torch.Tensor:
+        found = [
+            *native.all_reduce_coalesced(xs, "sum", group),
+            *native.all_gather_into_tensor_coalesced(xs, 2, group),
+            *native.reduce_scatter_tensor_coalesced(xs, "sum", 2, group),
+        ]
+        return flat(*map(native.wait_tensor, found))
+
+    for call in (lambda: coalesced(False), lambda: coalesced(True), functional):
+        equal_to_the_library(call, times=6)
+    mixed = [whole(rank, 4), torch.zeros(0)]
+    with served() as calls:
+        dist.all_reduce_coalesced(mixed)
+    assert calls.num_served == 0
+    assert same_bits(mixed[0], whole(0, 4) + whole(1, 4))
+
+
 def test_autograd_forms(rank: int) -> None:
     group = dist.group.WORLD
 
@@ -211,7 +250,6 @@ def test_what_goes_to_the_library(rank: int) -> None:
     x = torch.full((8,), rank + 1)
     passed_on(lambda: dist.scatter(x.clone(), [x, x] if rank == 0 else None, 0), counted=False)
     passed_on(lambda: dist.all_gather([x.clone(), x.clone()], x), counted=False)
-    passed_on(lambda: dist.all_reduce_coalesced([x.clone(), x.clone()]), counted=False)
     passed_on(dist.barrier, counted=False)
     product = x.clone()
     assert "'product'" in passed_on(lambda: dist.all_reduce(product, op=dist.ReduceOp.PRODUCT))

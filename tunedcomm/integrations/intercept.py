@@ -557,7 +557,7 @@ class _Reader:
         self._names = [argument.name for argument in schema.arguments]
         self._defaults = [argument.default_value for argument in schema.arguments]
         roles = (
-            *("tensors input_tensor input", "output_tensor output out", "process_group group_name"),
+            *("tensors input_tensor input inputs", "output_tensor output out outputs", "process_group group_name"),
             *("reduce_op", "async_op asyncOp", "timeout"),
         )
         places = [[self._names.index(name) for name in names.split() if name in self._names] for names in roles]
@@ -567,6 +567,7 @@ class _Reader:
         # A name that nobody reads here may change the call's meaning.
         self.is_readable = min(self._x, self._group) >= 0 and _OTHERS.issuperset(name for name, _ in self._others)
         self._in_place, self._returns_work = self._out < 0 and base.endswith("_"), len(schema.returns) == 1
+        self._is_list = base.rstrip("_").endswith("_coalesced")
 
     def read(self, given: tuple[Any, ...], named: dict[str, Any]) -> Serve:
         """The call to make, or None where the library serves it; torch leaves out arguments equal to their default."""
@@ -574,16 +575,60 @@ class _Reader:
         for name, value in named.items():
             values[self._names.index(name)] = value
         of, x, reduction = _routed(values[self._group]), values[self._x], ""
-        if of is None or (isinstance(x, list) and len(x) != 1):
+        if of is None or (isinstance(x, list) and len(x) != 1 and not self._is_list):
             return None
         if self._reduction >= 0:
             reduction = values[self._reduction]
             reduction = reduction.lower() if isinstance(reduction, str) else _REDUCTIONS.get(reduction.op(), "")
             if reduction not in _NAMES:
                 return None
+        others = {name: values[index] for name, index in self._others}
+        if self._is_list:
+            return self._read_list(of, x, values, reduction, others)
         results, x = (x, x[0]) if isinstance(x, list) else (None, x)
         out = x if self._in_place else values[self._out] if self._out >= 0 else None
-        others = {name: values[index] for name, index in self._others}
+        found = self._served(of, x, out, reduction, others)
+        if found is None:
+            return None
+        routing, run = found
+        if self.is_functional:
+            return partial(_functional, of, routing, run, out)
+        is_async, results = values[self._async], [out] if results is None else results
+        tensors: Sequence[Any] = (x,) if out is x else (x, out)
+        if self._returns_work:
+            return lambda: start(of, routing.may_wait, run, results, tensors, is_async).boxed()
+        first = results if self._in_place else out
+        return lambda: (first, start(of, routing.may_wait, run, results, tensors, is_async).boxed())
+
+    def _read_list(
+        self, of: RoutedGroup, xs: Sequence[Any], values: Sequence[Any], reduction: str, others: Any
+    ) -> Serve:
+        """The calls of a coalesced operator, one after another; None if not all of them are served."""
+        outs = xs if self._in_place else values[self._out] if self._out >= 0 else [None] * len(xs)
+        found: list[tuple[Routing, Callable[[], Any]]] = []
+        for x, out in zip(xs, outs, strict=True):
+            part = self._served(of, x, out, reduction, others)
+            if part is None:
+                for routing, _ in found:
+                    routing.record.count -= 1
+                return None
+            found.append(part)
+        if not found:
+            return None
+        if self.is_functional:
+            return lambda: [_functional(of, *part, out) for part, out in zip(found, outs, strict=True)]
+        may_wait, tensors = all(routing.may_wait for routing, _ in found), [*xs, *(outs if outs is not xs else ())]
+
+        def run() -> None:
+            for _, each in found:
+                each()
+
+        return lambda: start(of, may_wait, run, list(outs), tensors, values[self._async]).boxed()
+
+    def _served(
+        self, of: RoutedGroup, x: Any, out: Any, reduction: str, others: dict[str, Any]
+    ) -> tuple[Routing, Callable[[], Any]] | None:
+        """The routing of the call of one tensor, and the call; None where the library serves it."""
         call = TorchCall(x, out, reduction, others, of.group.size(), of.max_count)
         for adapter in self.adapters:
             if (serve := adapter.serve_torch(call)) is not None:
@@ -594,15 +639,7 @@ class _Reader:
         routing = of.serves(self.name, adapter, serve.like, common, in_place=self._in_place)
         if routing is None:
             return None
-        run = partial(run_served, of, adapter, serve, x, out)
-        if self.is_functional:
-            return partial(_functional, of, routing, run, out)
-        is_async, results = values[self._async], [out] if results is None else results
-        tensors: Sequence[Any] = (x,) if out is x else (x, out)
-        if self._returns_work:
-            return lambda: start(of, routing.may_wait, run, results, tensors, is_async).boxed()
-        first = results if self._in_place else out
-        return lambda: (first, start(of, routing.may_wait, run, results, tensors, is_async).boxed())
+        return routing, partial(run_served, of, adapter, serve, x, out)
 
 
 @cache
@@ -768,7 +805,8 @@ def intercept(
     Served where the dispatcher chooses a kernel: `torch.distributed`'s `all_reduce`, `all_gather_into_tensor`,
     `reduce_scatter_tensor`, `all_to_all_single` and `broadcast`, also with `async_op=True`; the functional collectives
     of these and what is made of them: their autograd forms, DTensor's redistributions, tensor parallel plans, compiled
-    code. All else, such as list forms, coalesced forms and other dtypes or reductions, goes to the library untouched.
+    code. Coalesced reductions, gathers and reduce-scatters are served one after another if kernels serve all of them.
+    All else, such as list forms and other dtypes or reductions, goes to the library untouched.
 
     Args:
         groups: process groups that this rank belongs to; none, or None, for the default group. On all ranks of a group

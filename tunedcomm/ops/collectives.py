@@ -79,8 +79,11 @@ class _AllReduce(_Reduction):
     gradient = autograd.keep_nothing, autograd.all_reduce
     torch_operators: tuple[str, ...] = (
         "c10d::allreduce_",
+        "c10d::allreduce_coalesced_",
         "_c10d_functional::all_reduce",
         "_c10d_functional::all_reduce_",
+        "_c10d_functional::all_reduce_coalesced",
+        "_c10d_functional::all_reduce_coalesced_",
     )
 
     def serve_torch(self, call: TorchCall) -> TorchServe | None:
@@ -231,6 +234,8 @@ class _AllGather(OpAdapter):
     gradient = autograd.keep_nothing, autograd.all_gather
     torch_operators = (
         "c10d::_allgather_base_",
+        "c10d::allgather_into_tensor_coalesced_",
+        "_c10d_functional::all_gather_into_tensor_coalesced",
         "_c10d_functional::all_gather_into_tensor",
         "_c10d_functional::all_gather_into_tensor_out",
     )
@@ -433,6 +438,8 @@ class _ReduceScatter(_Reduction):
     gradient = autograd.keep_nothing, autograd.reduce_scatter
     torch_operators: tuple[str, ...] = (
         "c10d::_reduce_scatter_base_",
+        "c10d::reduce_scatter_tensor_coalesced_",
+        "_c10d_functional::reduce_scatter_tensor_coalesced",
         "_c10d_functional::reduce_scatter_tensor",
         "_c10d_functional::reduce_scatter_tensor_out",
     )
