@@ -347,9 +347,8 @@ class CallPath(Generic[Result]):
             known: tuple[tuple[FastCall, Plan], ...] | None = None if kind is None else calls.get(kind)
         except TypeError:  # an option that cannot even be a key: the checks say so
             kind = known = None
-        last = lasts.get(group)
         for fast, _ in known or ():
-            result: Result | None = None if fast is last else fast(*tensors, *options, numerics, max_sms)
+            result: Result | None = fast(*tensors, *options, numerics, max_sms)
             if result is not None:
                 lasts[group] = fast
                 return result
