@@ -83,6 +83,16 @@ def test_the_second_call_is_fast(rank: int) -> None:
         assert torch.equal(other, torch.full((NUMEL,), 5.0))
 
 
+def test_calls_that_never_ask_the_last_fast_call(rank: int) -> None:
+    x, ids, weights = torch.ones(4, 16), torch.tensor([[0, 3]] * 4), torch.full((4, 2), 0.5)
+    sent = tunedcomm.ep_dispatch(x, ids, num_experts=4)
+    with torch.no_grad():
+        for number in range(5):
+            fast, out = went(lambda: tunedcomm.ep_combine(sent.tokens, sent, weights))
+            assert fast or number < 2
+            assert torch.equal(out, x)
+
+
 def test_what_only_looks_alike_is_not_fast(rank: int) -> None:
     """Same shape and dtype, but not the same kind of tensor: the right result, the longer way."""
     x = ones(rank)
