@@ -1,4 +1,4 @@
-"""What each rank of a GPU test of ep_dispatch and ep_combine in the layout `tokens` runs, by `run_bodies.py`."""
+"""What each rank of a GPU test of ep_dispatch and ep_combine by token and by rank runs, by `run_bodies.py`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SHAPES = (
     (1, 7168, 8, 256), (16, 7168, 8, 256), (5, 128, 3, 24), (64, 7168, 8, 256), (128, 4096, 8, 64), (300, 256, 1, 8),
     (1000, 2048, 8, 128), (4096, 7168, 8, 256),
 )  # fmt: skip
+FORMS = (("ep_dispatch", "tokens"), ("ep_combine", "tokens"), ("ep_combine", "rank"))
 WAYS = (
     ("tokens_lamport", "tokens_lamport"), ("tokens_push", "tokens_push"), ("tokens_direct", "tokens_pull"),
     ("tokens_lamport", "tokens_pull"), ("tokens_direct", "tokens_lamport"),
@@ -30,9 +31,9 @@ def variants_body() -> dict[str, object]:
     communicator, checked, shuffle = get_communicator(), 0, random.Random(3)
     ranks = range(communicator.world_size)
     for number, shape in enumerate(SHAPES):
-        for op, kind in itertools.product(("ep_dispatch", "ep_combine"), ("random", "integers")):
+        for (op, layout), kind in itertools.product(FORMS, ("random", "integers")):
             dtype = ("bfloat16", "float32", "float16")[number % 3]
-            problem = Problem(op, shape, dtype, communicator.world_size, reduction="", layout="tokens")
+            problem = Problem(op, shape, dtype, communicator.world_size, reduction="", layout=layout)
             spec = get_op(op)
             everyone = [spec.make_inputs(problem, rank, number, kind, "cuda") for rank in ranks]
             for given in everyone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,15 @@ def experts(x: torch.Tensor, weights: torch.Tensor) -> Any:
     return tunedcomm.ep_combine(sent.tokens.sin() * sent.tokens, sent, weights)
 
 
+def experts_by_rank(x: torch.Tensor, weights: torch.Tensor, later: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Weights that travel with the tokens, and others that ep_combine exchanges."""
+    ids = torch.tensor([[0, 3], [2, -1], [3, 1]]).roll(torch.distributed.get_rank(), 0)
+    sent = tunedcomm.ep_dispatch(x, ids, num_experts=4, layout="contiguous", alignment=2, topk_weights=weights)
+    results = sent.tokens.sin() * sent.tokens
+    first = tunedcomm.ep_combine(results, sent, reduce="rank")
+    return first, tunedcomm.ep_combine(results, replace(sent, weights=None), later, reduce="rank")
+
+
 def several(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
     found, gathered = tunedcomm.ag_gemm(a, [b, c.t()], return_gathered=True)
     return (*found, gathered)
@@ -96,6 +106,7 @@ CHECKED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "ulysses_scatter": (tunedcomm.ulysses_scatter, [(1, 2, 2, 1)]),
     "ulysses_gather": (tunedcomm.ulysses_gather, [(1, 2, 1, 2)]),
     "ep_dispatch, ep_combine": (experts, [(3, 2), (3, 2)]),
+    "ep_combine by rank": (experts_by_rank, [(3, 2), (3, 2), (3, 2)]),
     "all_reduce_bias": (tunedcomm.all_reduce_bias, [(2, 3), (3,)]),
     "all_reduce_rms_norm": (norm, [(2, 3), (3,), (3,), (2, 3)]),
     "all_reduce_rms_norm one row": (tunedcomm.all_reduce_rms_norm, [(3,), (3,)]),

@@ -134,6 +134,14 @@ def dense(everyone: list[Tensors], weights: list[torch.Tensor], rank: int) -> to
     return total.to(x.dtype)
 
 
+def by_rank(everyone: list[Tensors], weights: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """As `dense`, but summed on the ranks of the experts first, each sum rounded."""
+    x, ids = everyone[rank]
+    ranks, local = range(len(everyone)), 4
+    mine = [torch.where((ids >= r * local) & (ids < (r + 1) * local), ids, -1) for r in ranks]
+    return sum((dense([(x, here)], [weights[rank]], 0).float() for here in mine), torch.zeros(x.shape)).to(x.dtype)
+
+
 def through_experts(sent: tunedcomm.DispatchResult, rank: int) -> torch.Tensor:
     """The results of those experts, computed row by row."""
     flat = sent.tokens.reshape(-1, sent.tokens.shape[-1])
@@ -174,6 +182,15 @@ def public_body(rank: int, world_size: int) -> None:
             given = {"out": out, "numerics": "ordered"}
             assert tunedcomm.ep_combine(through_experts(sent, rank), sent, weights[rank].double(), **given) is out
             assert torch.equal(out, y)
+            summed = by_rank(everyone, weights, rank)
+            come = tunedcomm.ep_combine(through_experts(sent, rank), sent, weights[rank].double(), reduce="rank")
+            assert torch.equal(come, summed), (tokens, topk, case, layout)
+            sent = replace(sent, weights=torch.stack(weights))
+            tunedcomm.ep_combine(through_experts(sent, rank), sent, reduce="rank", out=out)
+            assert torch.equal(out, summed)
+    sent = tunedcomm.ep_dispatch(x, ids, num_experts=experts, topk_weights=weights[rank])
+    assert sent.weights is not None
+    assert torch.equal(sent.weights, torch.stack(weights))
     few = torch.zeros(3, 1).int()
     quantised = tunedcomm.ep_dispatch(torch.ones(3, 128), few, num_experts=experts, quantize="token")
     assert quantised.scales is not None
@@ -247,7 +264,9 @@ def refused_body(rank: int, world_size: int) -> None:
     for match, change in [
         ("topk_weights", {"topk_weights": weights[:, :1]}), ("topk_weights", {"topk_weights": weights.long()}),
         ("rows", {"sent": replace(sent, rows=sent.rows[:1])}), ("sent", {"sent": x}), ("leading", {"expert_out": x[0]}),
-        ("complex", {"expert_out": sent.tokens.to(torch.complex64)}),
+        ("complex", {"expert_out": sent.tokens.to(torch.complex64)}), ("reduce", {"reduce": "expert"}),
+        ("topk_weights", {"reduce": "rank", "sent": replace(sent, weights=torch.ones(2, 4, 2))}),
+        ("weights", {"reduce": "rank", "sent": replace(sent, weights=weights), "topk_weights": None}),
     ]:  # fmt: skip
         with pytest.raises(tunedcomm.UnsupportedInputError, match=match):
             tunedcomm.ep_combine(**{"expert_out": sent.tokens, "sent": sent, "topk_weights": weights, **change})

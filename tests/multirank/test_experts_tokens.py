@@ -1,4 +1,4 @@
-"""ep_dispatch and ep_combine in the layout `tokens`: bits of the reference, public calls, buffers, what is refused."""
+"""ep_dispatch and ep_combine in the layouts `tokens` and `rank`: bits of the reference, public calls, buffers."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from tunedcomm.spec import variants
 SHAPES = [(7, 128, 2, 12), (3, 64, 8, 60)]
 LARGE = [(1, 16, 1, 12), (40, 64, 3, 24), (64, 256, 8, 60), (300, 128, 8, 60)]
 OPS = ("ep_dispatch", "ep_combine")
+WAYS = (*((op, "tokens") for op in OPS), ("ep_combine", "rank"))  # with the layout
 PLAIN = ("library", "host_unfused", "tokens_lamport", "tokens_push")
 EXPERTS = 4  # of a rank
 # Ranks that have experts of a token add this times the token.
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def bits_body(rank: int, world_size: int, shapes: list[tuple[int, int, int, int]]) -> set[tuple[str, str]]:
+def bits_body(rank: int, world_size: int, shapes: list[tuple[int, int, int, int]]) -> set[tuple[str, str, str]]:
     """Every variant, several times, so that stages and rings come round; then grids with lanes that have no token."""
     communicator, ran = get_communicator(), set()
     limits = limits_of(communicator)
     for seed, shape in enumerate(shapes):
-        for number, op in enumerate(OPS):
+        for number, (op, layout) in enumerate(WAYS):
             kind, dtype = ("random", "integers")[(seed + number) % 2], ("bfloat16", "float32", "float16")[seed % 3]
-            problem = asked(op, shape, world_size, layout="tokens", dtype=dtype)
+            problem = asked(op, shape, world_size, layout=layout, dtype=dtype)
             for name, variant in variants(op).items():
                 if variant.infeasible(problem, variant.default(problem, limits), limits) is None:
                     for turn in range(2 if variant.kernels else 1):
                         check(communicator, problem, name, seed + turn, kind)
-                    ran.add((op, name))
+                    ran.add((op, layout, name))
     # More pieces than the ring holds, tokens in two parts, threads that hold several packets.
     for seed, (tokens, blocks, split, items, chunk) in enumerate(((6, 2, 2, 2, 1), (3, 4, 1, 2, 4))):
-        for op in OPS if world_size == 2 else ():
-            problem = asked(op, (tokens, 1024, 2, 6), world_size, layout="tokens")
+        for op, layout in WAYS if world_size == 2 else ():
+            problem = asked(op, (tokens, 1024, 2, 6), world_size, layout=layout)
             config: dict[str, Any] = {"num_blocks": blocks, "num_warps": 1, "split": split, "items": items}
             check(communicator, problem, "tokens_lamport", seed, "integers", config)
             check(communicator, problem, "tokens_push", seed, "integers", {**config, "chunk_tokens": chunk})
@@ -54,7 +55,7 @@ def bits_body(rank: int, world_size: int, shapes: list[tuple[int, int, int, int]
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bits(world_size: int) -> None:
     shapes = SHAPES + LARGE if FULL else SHAPES
-    every = set(itertools.product(OPS, PLAIN))
+    every = {(*way, variant) for way, variant in itertools.product(WAYS, PLAIN)}
     assert all(every <= ran for ran in run_ranks(world_size, bits_body, shapes, timeout=280))
 
 

@@ -228,6 +228,7 @@ def public_calls(rank: int) -> dict[str, Callable[[], Any]]:
         "gemm_ar": lambda: tunedcomm.gemm_ar(x, b),
         "ep_dispatch": dispatch,
         "ep_combine": lambda: tunedcomm.ep_combine(sent.tokens, sent, torch.ones(3, 2)),
+        "ep_combine_rank": lambda: tunedcomm.ep_combine(sent.tokens, sent, torch.ones(3, 2), reduce="rank"),
         "ep_dispatch_tokens": dispatch_by_token,
         "ep_combine_tokens": lambda: tunedcomm.ep_combine(kept.tokens, kept),
     }

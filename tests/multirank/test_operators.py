@@ -56,8 +56,9 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
     wide = torch.float32 if dtype in (FP8, torch.bfloat16) else None
     bias, several = drawn_gemm(5, N, dtype=wide or dtype), [scales[1]] * 2 if dtype == FP8 else []
     wider, column = draw(rank, 4, 128), draw(rank, 128)
-    rows = (IDS, 4, None, "padded" if op == "ep_combine" else "contiguous", "", 8, True, *same)
-    sent = OPS.ep_dispatch.default(draw(rank, 3, 4), *rows)[4] if op == "ep_combine" else None
+    sorted_back = op in ("ep_combine", "ep_combine_rank")
+    rows = (IDS, 4, None, "padded" if sorted_back else "contiguous", "", 8, True, *same)
+    sent = OPS.ep_dispatch.default(draw(rank, 3, 4), *rows)[4] if sorted_back else None
     return {
         "all_reduce": (x, "sum", *same),
         "all_gather": (x, 1, *same),
@@ -77,6 +78,7 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
         ),
         "ep_dispatch": (draw(rank, 3, 4), *rows),
         "ep_combine": (draw(rank, 2, 6, 4), draw(9, 3, 2), IDS, sent, 4, *same),
+        "ep_combine_rank": (draw(rank, 2, 6, 4), draw(9, 2, 3, 2), IDS, sent, 4, *same),
         "ep_dispatch_tokens": (draw(rank, 3, 4), IDS, draw(9, 3, 2), 4, True, False, *same),
         "ep_combine_tokens": (draw(rank, 2 * 3, 4), torch.cat([IDS, IDS]).clamp(max=1).int(), IDS, 4, *same),
         "ag_gemm": (a, b, *scales, wide, *same),
@@ -108,6 +110,7 @@ CHECKS = (
     *(
         "ep_dispatch",
         "ep_combine",
+        "ep_combine_rank",
         "ep_dispatch_tokens",
         "ep_combine_tokens",
         *COLLECTIVES,

@@ -17,7 +17,8 @@ that they return, and their a' is a reduce_scatter of the sum of all gradients w
 to the operands' dtype where the result has another.
 
 The gradient of an `ep_dispatch` is an `ep_combine` with weights of 1, and the other way round. In the layout `tokens`
-neither has weights; those that travel along go to all ranks, so their gradient is a reduce_scatter.
+neither has weights; those that travel along go to all ranks, so their gradient is a reduce_scatter. The gradient of
+`ep_combine_rank` is computed where the experts are, to which a token's gradient goes once; so is that of weights.
 """
 
 from __future__ import annotations
@@ -312,6 +313,29 @@ def ep_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     dots = torch.nn.functional.pad(dots, (0, 1))[target].view(-1, rows.shape[2])
     grad_weights = _ops.reduce_scatter(dots, "sum", 0, group_size, group, None, max_sms).to(weights.dtype)
     return grad_results if wants_results else None, grad_weights if wants_weights else None
+
+
+def ep_combine_rank(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `ep_combine_rank`: a token's goes to all ranks that added to the token's sum."""
+    results, weights, ids, rows = ctx.saved_tensors
+    wants_results, wants_weights, *_ = ctx.needs_input_grad  # of this rank alone: all exchanges are made
+    group_size, group, _, max_sms = ctx.settings
+    come, *_ = _ops.ep_dispatch_tokens(grad, ids, None, ctx.options[0], True, False, group_size, group, max_sms)
+    flat = results.reshape(-1, results.shape[-1])
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    target = torch.where(rows < 0, len(flat), rows).flatten(0, 1).long()  # one row more takes what is not here
+
+    def by_row(values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(len(flat) + 1).index_put((target,), values)[: len(flat)]
+
+    tokens = torch.arange(len(come), dtype=torch.int64, device=come.device).unsqueeze(1).expand(target.shape)
+    used = by_row(torch.ones_like(tokens)) > 0
+    by_token = come[by_row(tokens)].to(wide)
+    grad_results = torch.where(used.unsqueeze(-1), by_token * by_row(weights.flatten(0, 1).to(wide)).unsqueeze(-1), 0.0)
+    dots = torch.where(used, (by_token * flat.to(wide)).sum(-1), 0.0)
+    dots = torch.nn.functional.pad(dots, (0, 1))[target].view(rows.shape)
+    grad_results = grad_results.to(flat.dtype).view(results.shape)
+    return grad_results if wants_results else None, dots.to(weights.dtype) if wants_weights else None
 
 
 def keep_ids(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

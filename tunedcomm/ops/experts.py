@@ -19,6 +19,7 @@ from tunedcomm.errors import NotInitializedError, TunedCommError, UnsupportedInp
 from tunedcomm.kernels.common.reference import weighted_sum
 from tunedcomm.kernels.moe.op import (
     ALIGNMENT,
+    BY_RANK,
     BY_TOKEN,
     NO_ROOM,
     SORTED,
@@ -31,6 +32,7 @@ from tunedcomm.kernels.moe.op import (
     shapes_by_token,
     some_rows,
     sum_by_token,
+    sums_of_experts,
     token_shapes,
     unfit,
 )
@@ -38,12 +40,14 @@ from tunedcomm.ops import autograd
 from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Results, Tensors, problem_of
 from tunedcomm.ops.call import CallPath
 from tunedcomm.ops.checks import FLOATS, check_dtype, is_traced
+from tunedcomm.ops.collectives import all_gather
 from tunedcomm.ops.fast_call import is_capturing, raw_stream, world
 from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.spec import NumericsPolicy, Problem
 
 Layout: TypeAlias = Literal["padded", "contiguous"]
 TokenLayout: TypeAlias = Literal["tokens"]
+Reduction: TypeAlias = Literal["token", "rank"]
 Quantisation: TypeAlias = Literal["token", "group128"]
 _IDS = (torch.int32, torch.int64)
 _QUANTISED = ("", "token", "group128")
@@ -65,6 +69,7 @@ class DispatchResult:
         topk_ids: as they were passed, [T, K].
         num_experts: of all ranks.
         group: as it was passed.
+        weights: [world_size, T, K]: `topk_weights` of all ranks, in fp32 or wider; None if none were passed.
     """
 
     tokens: torch.Tensor
@@ -75,6 +80,7 @@ class DispatchResult:
     topk_ids: torch.Tensor
     num_experts: int
     group: dist.ProcessGroup | None = None
+    weights: torch.Tensor | None = None
 
     def check(self) -> None:
         """Wait for the device and raise if tokens had no room.
@@ -354,6 +360,7 @@ class _DispatchPath(CallPath[Any]):
 class _Combine(OpAdapter):
     op = "ep_combine"
     inputs = ("expert_out", "topk_weights", "topk_ids", "rows")
+    layout = ""
     options = ("int num_experts",)
     gradient = autograd.keep_results, autograd.ep_combine
 
@@ -376,7 +383,9 @@ class _Combine(OpAdapter):
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
         results, _, ids, _ = inputs
         shape = (ids.shape[0], results.shape[-1], ids.shape[1], options[0])
-        made: Problem = make(self.op, shape, FLOATS[results.dtype], world_size, reduction="", mode="eager")
+        made: Problem = make(
+            self.op, shape, FLOATS[results.dtype], world_size, reduction="", layout=self.layout, mode="eager"
+        )  # fmt: skip
         return made
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
@@ -393,7 +402,7 @@ class _Combine(OpAdapter):
         return (*inputs, *outputs), (problem.shape[3],)
 
     def asks_for(self, problem: Problem) -> bool:
-        return problem.layout != BY_TOKEN
+        return problem.layout == self.layout
 
     def key(self, tensors: Tensors) -> Any:
         return tuple(tensors[0].shape), tuple(tensors[2].shape)
@@ -408,6 +417,30 @@ class _Combine(OpAdapter):
         results = some_rows(results.reshape(-1, results.shape[-1]))
         parts = [results[rows[0, :, k].long().clamp(min=0)] for k in range(ids.shape[1])]
         return (weighted_sum(parts, weights, rows[0] >= 0),)
+
+
+class _CombineByRank(_Combine):
+    inputs = ("expert_out", "weights", "topk_ids", "rows")
+    layout = BY_RANK
+    gradient = autograd.keep_results, autograd.ep_combine_rank
+
+    @property
+    def operator(self) -> str:
+        return "ep_combine_rank"
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        results, weights, ids, rows = inputs
+        if not weights.is_floating_point() or weights.shape != rows.shape:
+            raise UnsupportedInputError(
+                f"weights of all ranks have shape {tuple(weights.shape)} and {weights.dtype}; they must be "
+                f"floating-point numbers in the shape of rows, {tuple(rows.shape)}"
+            )
+        super().check((results, weights[0], ids, rows), options, world_size)
+
+    def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
+        results, weights, ids, rows = inputs
+        sums = sums_of_experts(results.reshape(-1, results.shape[-1]), weights, rows)
+        return (sum_by_token([sums], ids, self.problem(inputs, options, 1)),)
 
 
 class _DispatchByToken(OpAdapter):
@@ -543,6 +576,10 @@ class _CombineByToken(OpAdapter):
 class _GuardedPath(CallPath[torch.Tensor]):
     """Calls whose results may have fewer rows than are in use: the operator's calls, and trimmed results."""
 
+    def __init__(self, adapter: OpAdapter) -> None:
+        self.whole: CallPath[torch.Tensor] = CallPath(adapter)  # of results that have them all
+        super().__init__(adapter)
+
     def serve_here(
         self, tensors: Tensors, options: Any, group: Group, numerics: NumericsPolicy | None, max_sms: int | None
     ) -> torch.Tensor:
@@ -556,10 +593,10 @@ class _GuardedPath(CallPath[torch.Tensor]):
             rows = rows.masked_fill(late, NO_ROOM)
         elif rows.numel() and (needed := int(rows.max()) + 1) > num_rows:
             self.refuse(tensors, options, group, numerics, needed)
-        return _combine.serve_here((results, weights, ids, rows, out), options, group, numerics, max_sms)
+        return self.whole.serve_here((results, weights, ids, rows, out), options, group, numerics, max_sms)
 
     def run_problem(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
-        _combine.run_problem(problem, inputs, outputs)
+        self.whole.run_problem(problem, inputs, outputs)
 
     def refuse(
         self, tensors: Tensors, options: Any, group: Group, numerics: NumericsPolicy | None, needed: Any
@@ -603,8 +640,8 @@ def _check_ids(op: str, ids: torch.Tensor) -> None:
 
 
 _dispatch = _DispatchPath(_Dispatch())
-_combine: CallPath[torch.Tensor] = CallPath(_Combine())
-_guarded = _GuardedPath(_Combine())  # the operator's
+_combine = _GuardedPath(_Combine())
+_combine_rank = _GuardedPath(_CombineByRank())
 _dispatch_tokens = _ByTokenPath(_DispatchByToken())
 _combine_tokens: CallPath[torch.Tensor] = CallPath(_CombineByToken())
 
@@ -619,7 +656,7 @@ def ep_dispatch(
     layout: Layout = "padded",
     quantize: Quantisation | None = None,
     alignment: int = ALIGNMENT,
-    topk_weights: None = None,
+    topk_weights: torch.Tensor | None = None,
     compact: Literal[False] = False,
     buffers: None = None,
     group: dist.ProcessGroup | None = None,
@@ -675,8 +712,8 @@ def ep_dispatch(
         quantize: None; `token` or `group128`: tokens travel and arrive in e4m3, with one scale in fp32 for each token
             or for 128 elements of it: the largest magnitude over 448. Not differentiable.
         alignment: rows, for `contiguous`.
-        topk_weights: for `tokens`: [T, K], floating-point; they travel along, in fp32, −0.0 as 0.0. On all ranks or on
-            none.
+        topk_weights: [T, K], floating-point; on all ranks or on none. They travel along: for `tokens` in fp32, −0.0 as
+            0.0; for other layouts, where `ep_combine(reduce="rank")` needs them, in fp32 or wider.
         compact: for `tokens`: also list the rows that hold tokens.
         buffers: for `tokens`, on all ranks or on none: what `ep_buffers` made. The results are views of its next slot,
             into which peers write, and are not differentiable. Work that reads or writes the slot must be in the
@@ -717,17 +754,28 @@ def ep_dispatch(
             return TokenDispatchResult(
                 found[0], found[1], weights, topk_ids, num_experts, row_ids, num_rows, group, output, buffers, turn
             )
-        if topk_weights is not None or compact or buffers is not None:
-            raise UnsupportedInputError(f"topk_weights, compact and buffers are for layout='tokens', not {layout!r}")
+        if compact or buffers is not None:
+            raise UnsupportedInputError(f"compact and buffers are for layout='tokens', not {layout!r}")
         inputs = (x, topk_ids)
+        if topk_weights is not None:
+            _check_weights("ep_dispatch", topk_weights, topk_ids)
         options = (num_experts, capacity, layout, quantize or "", alignment, torch.is_grad_enabled())
         tokens, scales, counts, offsets, rows = path.call(
             (*inputs, *(None,) * len(_Dispatch.outputs)), options, group, "default", max_sms
         )
-        return DispatchResult(tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group)
+        weights = None if topk_weights is None else _of_all_ranks(topk_weights, group, max_sms)
+        return DispatchResult(
+            tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group, weights
+        )
     except BaseException as error:
         path.left(error, x, group)
         raise
+
+
+def _of_all_ranks(weights: torch.Tensor, group: Group, max_sms: int | None) -> torch.Tensor:
+    """The weights [n, T, K] of all ranks, in fp32 or wider; collective."""
+    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    return all_gather(wide.unsqueeze(0), group=group, max_sms=max_sms)
 
 
 def _rows_in_use(expert_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -745,6 +793,7 @@ def ep_combine(
     sent: DispatchResult | TokenDispatchResult,
     topk_weights: torch.Tensor | None = None,
     *,
+    reduce: Reduction = "token",
     out: torch.Tensor | None = None,
     numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
@@ -758,10 +807,16 @@ def ep_combine(
             the layout `tokens` one row for each row of `sent.tokens`: the sum over the experts of this rank, already
             weighted.
         sent: what `ep_dispatch` returned.
-        topk_weights: [T, K], floating-point; used in fp32. None in the layout `tokens`.
+        topk_weights: [T, K], floating-point; used in fp32. None in the layout `tokens`, and for `reduce="rank"` if they
+            were passed to `ep_dispatch`.
+        reduce: for the layouts `padded` and `contiguous`. `token`: every result travels, and the token's rank sums.
+            `rank`: each rank sums the results of its experts for a token by weight and sends one row, and the token's
+            rank adds the ranks' rows: fewer bytes, but two roundings. The ranks' weights are exchanged first, unless
+            they were passed to `ep_dispatch`.
         out: where to write, [T, H] of expert_out's dtype, any strides. None allocates it.
         numerics: as in `all_reduce`. Ordered: summed from +0.0 in fp32 in the order of K, in the layout `tokens` of the
-            ranks, rounded once; every variant is.
+            ranks, rounded once; with `reduce="rank"` in the order of K on each rank, rounded once, then of the ranks,
+            rounded once more. Every variant is.
         max_sms: as in `all_reduce`.
 
     Returns:
@@ -779,11 +834,21 @@ def ep_combine(
     the variant `library`.
     """
     by_token = isinstance(sent, TokenDispatchResult)
+    path = _combine_rank if reduce == "rank" else _combine
     try:
-        if by_token == (topk_weights is not None):
+        if reduce not in ("token", "rank") or (by_token and reduce == "rank"):
+            raise UnsupportedInputError(
+                f"reduce={reduce!r} is none here; allowed: 'token', and 'rank' for padded and contiguous layouts"
+            )
+        if not isinstance(sent, (TokenDispatchResult, DispatchResult)):
+            raise UnsupportedInputError(f"sent is a {type(sent).__name__}; pass what ep_dispatch returned")
+        travelled = by_token or (reduce == "rank" and sent.weights is not None)
+        if travelled == (topk_weights is not None):
             raise UnsupportedInputError(
                 "in the layout 'tokens' ep_combine takes no topk_weights: rows of expert_out are sums by weight"
                 if by_token
+                else "topk_weights were passed to ep_dispatch; leave them out of ep_combine"
+                if travelled
                 else "ep_combine needs topk_weights of shape [tokens, top-k]"
             )
         if isinstance(sent, TokenDispatchResult):
@@ -791,15 +856,16 @@ def ep_combine(
                 sent.buffers.check(sent.turn)
             tensors = (expert_out, sent.expert_ids, sent.topk_ids, out)
             return _combine_tokens.call(tensors, (sent.num_experts,), sent.group, numerics, max_sms)
-        if not isinstance(sent, DispatchResult):
-            raise UnsupportedInputError(f"sent is a {type(sent).__name__}; pass what ep_dispatch returned")
-        given, options = (expert_out, topk_weights, sent.topk_ids, sent.rows, out), (sent.num_experts,)
-        path = _combine
+        weights = topk_weights if reduce == "token" else sent.weights
+        if weights is None and topk_weights is not None:
+            _check_weights("ep_combine", topk_weights, sent.topk_ids)
+            weights = _of_all_ranks(topk_weights, sent.group, max_sms)
+        given, options = (expert_out, weights, sent.topk_ids, sent.rows, out), (sent.num_experts,)
         if isinstance(expert_out, torch.Tensor) and expert_out.shape[:-1] != (due := sent.tokens.shape[:-1]):
-            path = _guarded
             if expert_out.dim() != 2 or len(due) > 1 or len(expert_out) > due[0]:
                 path.refuse(given, options, sent.group, numerics, tuple(due))
-        return path.call(given, options, sent.group, numerics, max_sms)
+            return path.call(given, options, sent.group, numerics, max_sms)
+        return path.whole.call(given, options, sent.group, numerics, max_sms)
     except BaseException as error:
-        (_combine_tokens if by_token else _combine).left(error, expert_out, getattr(sent, "group", None))
+        (_combine_tokens if by_token else path).left(error, expert_out, getattr(sent, "group", None))
         raise

@@ -1,6 +1,6 @@
 """host_unfused, copy_engine: ep_dispatch by an all_gather of all tokens, of which PyTorch takes those that are due.
 
-In the layout `tokens` CPU tensors come back by an all_to_all of the results for each rank's tokens.
+In the layouts `tokens` and `rank` CPU tensors come back by an all_to_all of the sums for each rank's tokens.
 
 Every token goes to every rank, also where it has no expert: with 8 experts a token one in ten on 4 ranks. No rank needs
 to know sizes before it sends, so copy engines can move large shards beside the experts' GEMMs and take no SMs; CPU
@@ -20,7 +20,7 @@ from tunedcomm.kernels.all_to_all.host import HostOneShot as HostAllToAll
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import HostComposed
 from tunedcomm.kernels.common.variant import Collective, ComposedVariant, Workspace
-from tunedcomm.kernels.moe.op import BY_TOKEN, bytes_of_wire_row, combine_by_token, dispatch_by
+from tunedcomm.kernels.moe.op import BY_RANK, BY_TOKEN, bytes_of_wire_row, combine_by_token, dispatch_by
 from tunedcomm.space import Config
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
@@ -47,7 +47,7 @@ class DispatchHost(_Gathered, HostComposed, registered=True):
 
 class CombineHost(HostComposed, registered=True):
     op = "ep_combine"
-    summary = "CPU tensors: all_to_all in shared memory, then PyTorch operators that sum; layout tokens"
+    summary = "CPU tensors: all_to_all in shared memory, then PyTorch operators that sum; layouts tokens, rank"
     algorithms = {"one_shot": HostAllToAll.variant}  # noqa: RUF012 - never changed
 
     def collective_problem(self, problem: Problem) -> Problem:
@@ -57,7 +57,7 @@ class CombineHost(HostComposed, registered=True):
         return replace(problem, shape=shape, dtype="uint8", layout="", input_kind="plain")
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return None if problem.layout == BY_TOKEN else "rows of each expert go to the library on CPUs"
+        return None if problem.layout in (BY_TOKEN, BY_RANK) else "rows of each expert go to the library on CPUs"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         launch = self.collectives(problem, config)[0].bind(workspace)

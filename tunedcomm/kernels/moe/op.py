@@ -28,6 +28,10 @@ rounded once. What had no room counts as zeros. In the layout `tokens` inputs ar
 [n · T, H], expert_ids of the dispatch and topk_ids; y[t] is the sum of the ranks' rows in order, from +0.0 in fp32
 (fp64 for fp64), rounded once.
 
+In the layout `rank` of ep_combine weights are those of all ranks, [n, T, K]. Each rank sums its rows of a token by
+weight over k in order, from +0.0 in fp32 (fp64 for fp64), and rounds to the results' dtype; y[t] is the sum of these
+sums in rank order, rounded once more. What had no room adds nothing.
+
 **Overflow.** Nothing is written where there is no room. All ranks learn the counts of all experts, so that all raise:
 calls of CPU tensors at once, calls on GPUs at the next call of either op on this rank, or at `DispatchResult.check`.
 What they found is kept in a cell of pinned memory: `Overflow`.
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 128  # of experts in the layout `contiguous`
 SORTED = ("padded", "contiguous")  # layouts whose rows stand expert by expert
 BY_TOKEN = "tokens"  # noqa: S105 - a layout
+BY_RANK = "rank"  # of ep_combine
 LAYOUTS = (*SORTED, BY_TOKEN)
 NOT_HERE, NO_ROOM = -1, -2  # in `rows`
 _SLACK = 4096  # rows of samples, for the skew of small ones
@@ -276,6 +281,18 @@ def sources_of(rows: torch.Tensor, count: int) -> torch.Tensor:
     return source[:count]
 
 
+def sums_of_experts(results: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The sums [n · T, H] of this rank's rows for all tokens, by weight in the order of k, rounded once.
+
+    Args:
+        results: of this rank's experts, [R, H].
+        weights, rows: of all ranks, [n, T, K].
+    """
+    places, results = rows.flatten(0, 1).long(), some_rows(results)
+    parts = [results[places[:, k].clamp(min=0)] for k in range(places.shape[1])]
+    return weighted_sum(parts, weights.flatten(0, 1), places >= 0)
+
+
 def bound_of(problem: Problem, tokens: torch.Tensor) -> int:
     """Rows of an expert if `padded`, of all experts otherwise."""
     return int(tokens.shape[1 if problem.layout == "padded" else 0])
@@ -486,12 +503,15 @@ def _combine_inputs(problem: Problem, rank: int, seed: int, kind: str, device: A
 
     if problem.layout == BY_TOKEN:
         return _combine_inputs_by_token(problem, rank, seed, kind, device)
-    s, bound = sizes_of(problem), _sample_bound(problem)
-    ids = torch.stack([_sample_ids(problem, peer, seed, kind, device) for peer in range(problem.world_size)])
+    s, bound, ranks = sizes_of(problem), _sample_bound(problem), range(problem.world_size)
+    ids = torch.stack([_sample_ids(problem, peer, seed, kind, device) for peer in ranks])
     rows = place(ids, rank, problem, bound, ALIGNMENT).rows
     generator = generator_of(rank, seed, device)
     results = draw((bound, s.hidden), problem.dtype, generator, kind)
     results[sources_of(rows.flatten(0, 1), bound) < 0] = float("nan")
+    if problem.layout == BY_RANK:
+        everyone = torch.stack([_sample_weights(problem, peer, seed, kind, device) for peer in ranks])
+        return results, everyone, ids[rank], rows
     # Whole numbers of which 8, weighted, sum up without rounding.
     weights = torch.rand(s.tokens, s.topk, generator=generator, dtype=torch.float32, device=device)
     return results, (weights * 2).floor() if kind == "integers" else weights, ids[rank], rows
@@ -532,6 +552,10 @@ def _combined(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int, dt
         own = slice(rank * problem.shape[0], (rank + 1) * problem.shape[0])
         parts = [given[0][own].to(getattr(torch, dtype_name)) for given in inputs]
         return (sum_by_token(parts, inputs[rank][2], problem),)
+    if problem.layout == BY_RANK:
+        own = slice(rank * problem.shape[0], (rank + 1) * problem.shape[0])
+        parts = [sums_of_experts(given[0].to(getattr(torch, dtype_name)), given[1], given[3])[own] for given in inputs]
+        return (sum_by_token(parts, inputs[rank][2], problem),)
     dtype, device = getattr(torch, dtype_name), inputs[rank][0].device
     rows = torch.stack([given[3][rank] for given in inputs])
     shape = rows.shape[1], inputs[rank][0].shape[1]
@@ -552,13 +576,14 @@ def _clear_combined(
         return (_cleared_by_token(inputs[0], inputs[1]), *inputs[1:]), outputs
     results, weights, ids, rows = inputs
     results = _cleared(results, rows, results.numel() // problem.shape[1])
-    return (results, weights.masked_fill(ids < 0, 0), ids, rows), outputs
+    unused = rows < 0 if problem.layout == BY_RANK else ids < 0
+    return (results, weights.masked_fill(unused, 0), ids, rows), outputs
 
 
 def _combined_bytes(problem: Problem) -> int:
-    """Bytes of results that go to each rank: a row for each expert of a token, in the layout `tokens` one for all."""
+    """Bytes of results that go to each rank: a row for each expert of a token, or one for all that are there."""
     s = sizes_of(problem)
-    row_of_rank = s.row_bytes if problem.layout == BY_TOKEN else s.row_bytes * s.topk // problem.world_size
+    row_of_rank = s.row_bytes if problem.layout in (BY_TOKEN, BY_RANK) else s.row_bytes * s.topk // problem.world_size
     return s.tokens * row_of_rank
 
 
@@ -637,7 +662,7 @@ register_op(
         tolerance={"bfloat16": 4e-3, "float16": 6e-4, "float32": 1e-6, "float64": 1e-14},
         message_bytes=_combined_bytes,
         ordered_reference=lambda problem, inputs, rank: _combined(problem, inputs, rank, problem.dtype),
-        layouts=("", BY_TOKEN),
+        layouts=("", BY_TOKEN, BY_RANK),
         mask_unspecified=_clear_combined,
     )
 )
@@ -666,12 +691,20 @@ def dispatch_by(
 
 
 def combine_by_token(trade: Callable[[torch.Tensor, torch.Tensor, int], object], problem: Problem) -> Launch:
-    """A launch of ep_combine in the layout `tokens`: `trade(come, sent, stream)` is an all_to_all of rows, as bytes."""
+    """A launch of ep_combine in the layouts `tokens` and `rank`.
+
+    `trade(come, sent, stream)` is an all_to_all of rows, as bytes.
+    """
     import torch
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        results, held, ids = inputs
-        sent = _cleared_by_token(results, held).view(problem.world_size, *outputs[0].shape)
+        if problem.layout == BY_RANK:
+            results, weights, ids, rows = inputs
+            sums = sums_of_experts(results, weights, rows)
+        else:
+            results, held, ids = inputs
+            sums = _cleared_by_token(results, held)
+        sent = sums.view(problem.world_size, *outputs[0].shape)
         come = torch.empty_like(sent)
         trade(come.view(torch.uint8), sent.view(torch.uint8), stream)
         outputs[0].copy_(sum_by_token(come.unbind(), ids, problem))
@@ -705,7 +738,7 @@ class CombineLibrary(LibraryVariant, registered=True):
         import torch
         import torch.distributed as dist
 
-        if problem.layout == BY_TOKEN:
+        if problem.layout in (BY_TOKEN, BY_RANK):
             trade = functools.partial(dist.all_to_all_single, group=workspace.group)
             return combine_by_token(lambda come, sent, stream: trade(come, sent), problem)
         s, n, overflow = sizes_of(problem), problem.world_size, Overflow.of(workspace.group, workspace.device)

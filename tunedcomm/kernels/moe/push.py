@@ -53,7 +53,7 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets, store_word
 from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, lane_arguments
-from tunedcomm.kernels.moe.op import ALIGNMENT, BY_TOKEN, Overflow, bound_of, sizes_of
+from tunedcomm.kernels.moe.op import ALIGNMENT, BY_RANK, BY_TOKEN, Overflow, bound_of, sizes_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import LaneLayout, Room
@@ -569,7 +569,7 @@ class GridVariant(KernelVariant):
     """A variant whose grid shares out tokens among lanes of blocks, and a token's packets among those of a lane.
 
     Attributes:
-        by_token: serves the layout `tokens`, and no other.
+        by_token: serves the layouts `tokens` and `rank`, and no other.
     """
 
     by_token = False
@@ -615,8 +615,8 @@ class GridVariant(KernelVariant):
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         if reason := refuse_kernels(problem, limits, SUM_DTYPES, ("", "sum")):
             return reason
-        if self.by_token != (problem.layout == BY_TOKEN):
-            return "it serves layout tokens alone" if self.by_token else "tokens_lamport and tokens_push serve it"
+        if self.by_token != (problem.layout in (BY_TOKEN, BY_RANK)):
+            return "it serves layouts tokens and rank" if self.by_token else "tokens_lamport and tokens_push serve it"
         if (row_bytes := sizes_of(problem).row_bytes) % PACKET_BYTES:
             return f"kernels move tokens of whole packets of {PACKET_BYTES} bytes, not of {row_bytes} bytes"
         return None

@@ -21,7 +21,9 @@ own rows any more.
 A thread loads `items` packets before it stores them, since stores between loads would keep the next load back.
 
 **ep_combine.** Each rank sends one row for a token, the sum of its experts. The token's rank adds the ranks' rows in
-order, from +0.0 in fp32, and rounds once; a rank without experts of the token adds nothing.
+order, from +0.0 in fp32, and rounds once; a rank without experts of the token adds nothing. In the layout `rank`
+(SORTED) results stand expert by expert, `held` are the rows of the dispatch, and a rank sums its rows of a token by
+weight as it loads them; the own sum is rounded as those that travel.
 
 Example:
     2 ranks, 1 token of 8 bf16 elements (1 packet), 2 experts. Rank 0's token goes to expert 1: rank 0 stores the line
@@ -61,16 +63,18 @@ from tunedcomm.kernels.common.packets import (
     restore,
     sentinel_mask_of,
     sum_packets,
+    weigh_packets,
 )
 from tunedcomm.kernels.common.sync import SENTINEL, load_packets, poll_from, poll_words, store_packets, store_word
 from tunedcomm.kernels.common.variant import Workspace, lane_arguments
 from tunedcomm.kernels.moe.lamport import peek_packets
-from tunedcomm.kernels.moe.op import BY_TOKEN, Overflow, sizes_of
+from tunedcomm.kernels.moe.op import BY_RANK, Overflow, sizes_of
 from tunedcomm.kernels.moe.push import (
     GRID,
     RING,
     GridVariant,
     block_barrier,
+    load_word,
     load_words,
     send_words,
     store_words,
@@ -367,9 +371,44 @@ def dispatch_tokens_direct_kernel(
 
 @triton.jit
 def held_here(held, row, TOPK: tl.constexpr):
-    """True if this rank has experts of the token in `row`."""
+    """True if this rank has experts of the token in `row`, be there room for it or not."""
     k = tl.arange(0, next_power_of_2(TOPK))
-    return tl.max(load_words(held, row * TOPK + k, k < TOPK, -1), axis=0) >= 0
+    return tl.max((load_words(held, row * TOPK + k, k < TOPK, -1) != -1).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def load_sums(
+    results, held, weights, row, start, row_packets, wanted,
+    TOPK: tl.constexpr, DTYPE: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """`load_items` of this rank's sum for the token in `row`."""
+    if SORTED:
+        places, factors, there = (), (), ()
+        for k in tl.static_range(TOPK):
+            place = load_word(held, row * TOPK + k).to(tl.int64)
+            places = places + (place,)  # type: ignore[assignment]
+            factors = factors + (load_word(weights, row * TOPK + k).to(tl.float32, bitcast=True),)  # type: ignore[assignment]
+            there = there + (place >= 0,)  # type: ignore[assignment]
+        words = ()
+        for item in tl.static_range(ITEMS):
+            packet = start + item * BLOCK + tl.arange(0, BLOCK)
+            parts = ()
+            for k in tl.static_range(TOPK):
+                here = (packet < row_packets) & wanted & there[k]
+                parts = parts + load_packets(results + (places[k] * row_packets + packet) * 16, here)
+            words = words + weigh_packets(parts, factors, there, TOPK, DTYPE)
+        return words
+    else:
+        return load_items(results + row * (row_packets * 16), start, row_packets, wanted, BLOCK, ITEMS)
+
+
+@triton.jit
+def insert_sums(words, own, rank, r: tl.constexpr, ITEMS: tl.constexpr):
+    """The packets of rank r: `words`, or if that is this rank `own`."""
+    found = ()
+    for w in tl.static_range(4 * ITEMS):
+        found = found + (tl.where(rank == r, own[w], words[w]),)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
@@ -402,9 +441,9 @@ def store_sums(
 
 @triton.jit
 def combine_tokens_lamport_kernel(
-    results, held, ids, y, id_words, tokens, row_packets,
+    results, held, weights, ids, y, id_words, tokens, row_packets,
     local, peers, rank, timeout_ns, status, arena, stage_bytes,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr, SORTED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Push the rows for the peers' tokens, then sum the rows of the own tokens as they come.
@@ -426,7 +465,9 @@ def combine_tokens_lamport_kernel(
             goes = held_here(held, row, TOPK)
             target = peers[i] + data + (rank * tokens + token) * row_bytes
             for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
-                words = load_items(results + row * row_bytes, start, row_packets, goes, BLOCK, ITEMS)
+                words = load_sums(
+                    results, held, weights, row, start, row_packets, goes, TOPK, DTYPE, SORTED, BLOCK, ITEMS
+                )  # fmt: skip
                 for item in tl.static_range(ITEMS):
                     packet = start + item * BLOCK + tl.arange(0, BLOCK)
                     w0, w1, w2, w3 = words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3]
@@ -435,23 +476,32 @@ def combine_tokens_lamport_kernel(
 
     for token in tl.range(lane, tokens, lanes):
         there = ranks_of(ids, id_words, token, TOPK, LOCAL, WORLD_SIZE)
-        own = results + (rank * tokens + token) * row_bytes
+        mine = rank * tokens + token
+        own = results + mine * row_bytes
         for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
             seen = ()
             for r in tl.static_range(WORLD_SIZE):
-                come = tl.where(rank == r, own, local + data + (r * tokens + token) * row_bytes)
+                come = local + data + (r * tokens + token) * row_bytes
+                come = come if SORTED else tl.where(rank == r, own, come)
+                peeked = there[r] & (rank != r) if SORTED else there[r]
                 for item in tl.static_range(ITEMS):
                     packet = start + item * BLOCK + tl.arange(0, BLOCK)
-                    seen = seen + peek_packets(come + packet * 16, (packet < row_packets) & there[r])
+                    seen = seen + peek_packets(come + packet * 16, (packet < row_packets) & peeked)
+            if SORTED:
+                sums = load_sums(
+                    results, held, weights, mine, start, row_packets, True, TOPK, DTYPE, SORTED, BLOCK, ITEMS
+                )  # fmt: skip
             words = ()
             for r in tl.static_range(WORLD_SIZE):
                 come = local + data + (r * tokens + token) * row_bytes
+                packets = ()
                 for item in tl.static_range(ITEMS):
                     packet = start + item * BLOCK + tl.arange(0, BLOCK)
                     wanted = (packet < row_packets) & there[r] & (rank != r)
-                    words = words + poll_late(
+                    packets = packets + poll_late(
                         come + packet * 16, seen, r * ITEMS + item, wanted, rank * 0 + r, timeout_ns, status
                     )  # fmt: skip
+                words = words + (insert_sums(packets, sums, rank, r, ITEMS) if SORTED else packets)
             store_sums(y, token, words, start, row_packets, DTYPE, BLOCK, ITEMS, WORLD_SIZE)
 
     others = ((1 << WORLD_SIZE) - 1 - (1 << rank)) + one * 0
@@ -465,9 +515,9 @@ def combine_tokens_lamport_kernel(
 
 @triton.jit
 def combine_tokens_push_kernel(
-    results, held, ids, y, id_words, tokens, row_packets,
+    results, held, weights, ids, y, id_words, tokens, row_packets,
     local, peers, rank, timeout_ns, status, gather, num_chunks,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr, SORTED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """In round c: push the rows for piece c of every rank's tokens, sum piece c − 1 of the own ones."""
@@ -490,20 +540,29 @@ def combine_tokens_push_kernel(
                     goes = held_here(held, row, TOPK)
                     target = peers[i] + gather + rank * slot + (token - lap) * row_bytes
                     for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
-                        words = load_items(results + row * row_bytes, start, row_packets, goes, BLOCK, ITEMS)
+                        words = load_sums(
+                            results, held, weights, row, start, row_packets, goes, TOPK, DTYPE, SORTED, BLOCK, ITEMS
+                        )  # fmt: skip
                         store_items(target, start, row_packets, words, goes, BLOCK, ITEMS)
             arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
         if d >= 0:
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
             for summed in tl.range(d * span + lane, tl.minimum(tokens, (d + 1) * span), lanes):
                 there = ranks_of(ids, id_words, summed, TOPK, LOCAL, WORLD_SIZE)
-                own = results + (rank * tokens + summed) * row_bytes
+                mine = rank * tokens + summed
+                own = results + mine * row_bytes
                 come = local + gather + (summed - behind) * row_bytes
                 for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
+                    if SORTED:
+                        sums = load_sums(
+                            results, held, weights, mine, start, row_packets, True, TOPK, DTYPE, SORTED, BLOCK, ITEMS
+                        )  # fmt: skip
                     words = ()
                     for r in tl.static_range(WORLD_SIZE):
-                        source = tl.where(rank == r, own, come + r * slot)
-                        words = words + load_items(source, start, row_packets, there[r], BLOCK, ITEMS)
+                        source = come + r * slot if SORTED else tl.where(rank == r, own, come + r * slot)
+                        wanted = there[r] & (rank != r) if SORTED else there[r]
+                        packets = load_items(source, start, row_packets, wanted, BLOCK, ITEMS)
+                        words = words + (insert_sums(packets, sums, rank, r, ITEMS) if SORTED else packets)
                     store_sums(y, summed, words, start, row_packets, DTYPE, BLOCK, ITEMS, WORLD_SIZE)
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
@@ -559,8 +618,8 @@ class _ByToken(GridVariant):
     in_buffers = False
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        if self.in_buffers and problem.input_kind == "plain":
-            return "it takes memory that peers address (ep_buffers)"
+        if self.in_buffers and (problem.input_kind == "plain" or problem.layout == BY_RANK):
+            return "it takes rows of tokens in memory that peers address (ep_buffers)"
         return super().refuse(problem, limits)
 
     def is_usual(self, problem: Problem, limits: Limits) -> bool:
@@ -569,7 +628,7 @@ class _ByToken(GridVariant):
         return self.in_buffers == wanted and not are_few(problem, limits)
 
     def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
-        if limits.backend != "cuda" or problem.layout != BY_TOKEN or not self.is_usual(problem, limits):
+        if limits.backend != "cuda" or not self.is_usual(problem, limits):
             return False
         return self.infeasible(problem, self.default(problem, limits), limits) is None
 
@@ -655,10 +714,15 @@ class _Combine(_ByToken):
     op = "ep_combine"
 
     def packets_held(self, problem: Problem, config: Config) -> int:
-        return problem.world_size * int(config["items"])
+        items, each = int(config["items"]), problem.world_size
+        if problem.layout == BY_RANK and items > 1:  # a thread holds the rows of all experts at once
+            each = max(each, problem.shape[2])
+        return each * items
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         mine: dict[str, Value] = {"LOCAL": sizes_of(problem).local, "DTYPE": problem.dtype}
+        if not self.in_buffers:
+            mine["SORTED"] = problem.layout == BY_RANK
         return {**super().constants(problem, config), **mine}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -666,14 +730,20 @@ class _Combine(_ByToken):
         kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
         extra, peers_of = self.arguments(problem, config, workspace), workspace.peers_of
-        given = (None,) * (6 if self.in_buffers else 5)
-        launch = kernel.fix((*given, *sizes, *lane_arguments(problem, workspace), *extra))
+        launch = kernel.fix((*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra))
+        by_rank, in_buffers = problem.layout == BY_RANK, self.in_buffers
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             overflow.check(workspace)
-            addresses = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
-            peers = (peers_of(inputs[0]),) if self.in_buffers else ()
-            launch(stream, *addresses, inputs[2].element_size() // 4, *peers)
+            if by_rank:
+                results, weights, ids, held = inputs
+                factors: tuple[int, ...] = (weights.data_ptr(),)
+            else:
+                results, held, ids = inputs
+                factors = () if in_buffers else (0,)
+            peers = (peers_of(results),) if in_buffers else ()
+            addresses = (results.data_ptr(), held.data_ptr(), *factors, ids.data_ptr(), outputs[0].data_ptr())
+            launch(stream, *addresses, ids.element_size() // 4, *peers)
 
         return run
 
@@ -704,7 +774,7 @@ class DispatchTokensPush(_Push, _Dispatch, registered=True):
 
 
 class CombineTokensLamport(_Lamport, _Combine, registered=True):
-    summary = "layout tokens, without flags: results announce themselves; best for few tokens"
+    summary = "layouts tokens and rank, without flags: results announce themselves; best for few tokens"
     kernels = (combine_tokens_lamport_kernel,)
 
     def token_bytes(self, problem: Problem) -> int:
@@ -715,7 +785,7 @@ class CombineTokensLamport(_Lamport, _Combine, registered=True):
 
 
 class CombineTokensPush(_Push, _Combine, registered=True):
-    summary = "layout tokens, results in pieces through the peers' memory ordered by flags; for many tokens"
+    summary = "layouts tokens and rank, results in pieces through the peers' memory ordered by flags; for many tokens"
     kernels = (combine_tokens_push_kernel,)
 
     def token_bytes(self, problem: Problem) -> int:
