@@ -272,6 +272,8 @@ class OpSpec:
             what shapes the op has.
         skewed_inputs: the `kind` of inputs that load the ranks unevenly; empty if the op has none.
         symmetric_outputs: where `Problem.input_kind` is symmetric, peers address the outputs, too.
+        shape_reach: of an op whose kernels run unmeasured, after a check at their first call: the factor, for each
+            extent of the shape, within which the winner of a measured shape serves; else empty.
     """
 
     name: str
@@ -302,6 +304,7 @@ class OpSpec:
     model_shapes: Callable[[Any], Iterable[tuple[int, ...]]] | None = None
     skewed_inputs: str = ""
     symmetric_outputs: bool = False
+    shape_reach: tuple[int, ...] = ()
 
     def library_copies(self, problem: Problem) -> bool:
         """True if the library first copies the input, which it works on in place."""

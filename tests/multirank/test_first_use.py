@@ -29,7 +29,7 @@ from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.hardware import detect, this_process
 from tunedcomm.ops import call as call_module
 from tunedcomm.selection.select import Decision
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Problem, register_variant, variants
 
 WORLD_SIZE = 2
 SIZES = (1000, 3500)
@@ -244,3 +244,38 @@ def test_checks_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         lines = (tmp_path / "checks.jsonl").read_bytes().splitlines()
         assert len(list(filter(None, lines))) == 2 * len(SIZES), "the second start makes none"
     assert CliRunner().invoke(main.app, [*command, "--no-store"]).exit_code == 2
+
+
+@pytest.mark.parametrize("in_buffers", [False, True])
+def test_kernels_of_experts_are_checked_where_nothing_was_measured(rank: int, in_buffers: bool) -> None:
+    """As on GPUs, where they run by rule of thumb; one that loses its check gives way to the library."""
+    name = "tokens_direct" if in_buffers else "tokens_push"
+    before = variants("ep_dispatch")
+    buffers = tunedcomm.ep_buffers(6, 64, 2, torch.float32) if in_buffers else None
+    x, ids = torch.ones(6, 64), torch.tensor([[0, 3]] * 6)
+    found: list[str] = []
+
+    def outcome(*args: Any, **more: Any) -> Any:
+        made = decide(*args, **more)
+        found.append(made.status)
+        return made if len(found) == 1 else made._replace(status="slower", why="so the test says")
+
+    decide = first_use._outcome
+    try:
+        for each in before.values():
+            register_variant(
+                replace(each, default_beats_library=lambda problem, limits, is_it=each.name == name: is_it)
+            )
+        with settings({"TUNEDCOMM_DB": str(folder_of(name) / "tuned.db")}), replaced(first_use, "_outcome", outcome):
+            for tokens, expected in ((6, name), (5, "library")):
+                given = {"num_experts": 4, "layout": "tokens", "buffers": buffers}
+                with torch.no_grad():
+                    sent = tunedcomm.ep_dispatch(x[:tokens], ids[:tokens], **given)  # type: ignore[call-overload]
+                assert torch.equal(sent.tokens, torch.ones(WORLD_SIZE * tokens, 64))
+                plans = get_communicator().plans.values()
+                (plan,) = [p for p in plans if p.problem.op == "ep_dispatch" and p.problem.shape[0] == tokens]
+                assert plan.candidate.variant == expected
+        assert found == ["passed", "passed"]
+    finally:
+        for each in before.values():
+            register_variant(each)

@@ -30,8 +30,9 @@ _unwritten: dict[str, list[Check]] = {}
 
 
 def with_checks(snapshot: Snapshot) -> Snapshot:
-    """The snapshot with the checks made in its very environment, software included; unchanged if it borrows nothing."""
-    return snapshot.with_checks(*_read(snapshot.environment, snapshot.world_size)) if snapshot.borrows else snapshot
+    """The snapshot with the checks made in its very environment, software included."""
+    checks = _read(snapshot.environment, snapshot.world_size)
+    return snapshot.with_checks(*checks) if checks else snapshot
 
 
 def _read(environment: Environment, world_size: int) -> tuple[Check, ...]:

@@ -1,7 +1,8 @@
 """The check of a borrowed candidate before its first call on a machine where nobody measured it.
 
-The rows of other hardware say which candidate is probably best. That it is right here, and faster than the library
-here, is found out at the first call of each problem, outside of captures, by all ranks of the group together:
+The rows of other hardware say which candidate is probably best; ops with a `shape_reach` also run kernels where nothing
+near was measured. That such a candidate is right here, and faster than the library here, is found out at the first call
+of each problem, outside of captures, by all ranks of the group together:
 
 1. All ranks bind the candidate and make the op's own samples, of at most `_MOST_BYTES`. They vote, and nothing is
    launched unless every rank is ready. Rank 0 notes that the check begins: if it ends the process, the next start does
@@ -69,9 +70,9 @@ class _Outcome(NamedTuple):
 
 
 def is_due(communicator: Communicator, problem: Problem, decision: Decision) -> bool:
-    """True if the decision rests on borrowed rows and its candidate was not checked here at this problem."""
+    """True if nothing measured here speaks for the candidate, and it was not checked here at this problem."""
     candidate = decision.candidate
-    if decision.source != "borrowed" or candidate.variant == "library":
+    if not (decision.source == "borrowed" or decision.is_unproven) or candidate.variant == "library":
         return False
     source_hash = source_hash_of(candidate.op, candidate.variant) or ""
     return communicator.snapshot.is_unchecked(problem, candidate, source_hash)
@@ -199,7 +200,10 @@ def _products_are_lowered() -> bool:
 
 
 def _sample(communicator: Communicator, problem: Problem, candidate: Candidate) -> Problem | None:
-    """The problem, or if that is too large the largest borrowed one of its family that the candidate can run."""
+    """The problem, or if that is too large the largest one that the candidate can run: borrowed, or of fewer tokens.
+
+    Only ops that run unmeasured have the latter.
+    """
     spec = get_op(problem.op)
 
     def nbytes(of: Problem) -> int:
@@ -209,6 +213,8 @@ def _sample(communicator: Communicator, problem: Problem, candidate: Candidate) 
         return problem
     variant, rows = get_variant(problem.op, candidate.variant), communicator.snapshot.families(problem.op).items()
     shapes = {row.problem.shape for (_, borrowed), family in rows if borrowed for row in family}
+    if spec.shape_reach:
+        shapes |= {(problem.shape[0] >> halvings, *problem.shape[1:]) for halvings in range(1, 16)}
     smaller = [replace(problem, shape=shape) for shape in shapes if shape[1:] == problem.shape[1:]]
     fitting = [
         each
@@ -231,21 +237,22 @@ def _call(communicator: Communicator, sample: Problem, kind: str) -> _Call:
 
 
 def _addressed_by_peers(communicator: Communicator, sample: Problem, call: _Call) -> _Call:
-    """The call with its inputs in memory that peers can address until `_release`; collective."""
+    """The call with its inputs, and outputs that peers address, in symmetric memory until `_release`; collective."""
     moved = []
-    for tensor in call.inputs:
+    outputs = call.outputs if get_op(sample.op).symmetric_outputs else ()
+    for tensor in (*call.inputs, *outputs):
         buffer = allocate(communicator.group, communicator.device, max(tensor.nbytes, 16))
         if communicator.workspace is not None:
             communicator.workspace.register(buffer.local, buffer)
         moved.append(buffer.local[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor))
-    inputs = tuple(moved)
-    return call._replace(inputs=inputs, outputs=inputs if sample.in_place else call.outputs)
+    inputs, addressed = tuple(moved[: len(call.inputs)]), tuple(moved[len(call.inputs) :])
+    return call._replace(inputs=inputs, outputs=inputs if sample.in_place else addressed or call.outputs)
 
 
 def _release(communicator: Communicator, sample: Problem, calls: list[_Call]) -> None:
     """Forget the calls' symmetric memory, which no rank uses any more."""
     if sample.input_kind == "symmetric" and communicator.workspace is not None:
-        for tensor in (tensor for call in calls for tensor in call.inputs):
+        for tensor in (tensor for call in calls for tensor in (*call.inputs, *call.outputs)):
             communicator.workspace.symmetric.pop(tensor.untyped_storage().data_ptr(), None)
 
 

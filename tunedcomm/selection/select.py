@@ -8,7 +8,8 @@ of this hardware that merely reach the size, without a prediction.
 - *Exact*: the rows of that very problem, the most conclusive tier of them (`Row.tier`), compared by their scores.
 - *Interpolated*: rows of the same family at other sizes (`message_bytes`; of shapes with several extents all but the
   first must agree), as `interpolate` describes. If no such size answers for a GEMM or an op of experts, the winner of
-  the nearest shape in log-log serves, each extent within a factor of `MAX_REACH`; no latency is predicted there.
+  the nearest shape in log-log serves, each extent within a factor of `MAX_REACH` or of the op's `shape_reach`; no
+  latency is predicted there.
   Candidates that were incorrect, crashed or hung in the family, and have not been good there since, are not
   interpolated, nor taken over from a related family. Where a family gives no answer, its `related_problems` are asked.
 - *Borrowed*: the same two rules over rows of siblings and of other hardware that the user allows, where rows of this
@@ -19,6 +20,8 @@ of this hardware that merely reach the size, without a prediction.
   hardware, then by borrowed ones. A variant whose
   `Variant.default_beats_library` says so runs its default config where nothing near the size is measured, and where
   the library was only compared with other variants.
+- *Checked first*: an op with a `shape_reach` runs kernels by the nearest shape and by rule of thumb, once they agreed
+  with the library in a check at the problem's first call and were not slower there.
 - *Library*: nothing above answers.
 - `max_sms` leaves out candidates that take more SMs. The library takes as many as it likes, so challengers need not
   beat it then, and it serves where nothing fits.
@@ -53,6 +56,7 @@ from tunedcomm.spec import (
     Problem,
     admits,
     check_candidate,
+    find_op,
     find_variant,
     format_shape,
     get_op,
@@ -102,6 +106,10 @@ class Catalog(Protocol):
         """Rounds of the candidate's grid; 0 where that is not known."""
         return 0
 
+    def shape_reach(self, candidate: Candidate) -> tuple[int, ...]:
+        """`OpSpec.shape_reach` of a candidate with kernels, else empty."""
+        return ()
+
     def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
         """Return why no variant that the policy admits can run `problem`, or None. Tuning cannot help then."""
         return None
@@ -149,6 +157,10 @@ class Registered(Catalog):
     def num_rounds(self, problem: Problem, candidate: Candidate) -> int:
         return get_variant(candidate.op, candidate.variant).num_rounds(problem, candidate.config_dict)
 
+    def shape_reach(self, candidate: Candidate) -> tuple[int, ...]:
+        variant, spec = find_variant(candidate.op, candidate.variant), find_op(candidate.op)
+        return spec.shape_reach if spec is not None and variant is not None and variant.kernels else ()
+
     def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
         return why_no_kernel(problem, self.limits, policy)
 
@@ -178,6 +190,7 @@ class Decision:
         latency_us, library_us: expected latencies of the candidate and of the library, None where not known.
         runner_up: the fastest other challenger, None if there was none.
         trial_id, layer, environment: the trial that decided, and where it was measured.
+        is_unproven: nothing near says that it is right and faster than the library here; the first call checks it.
         passed_over: every other candidate that was looked at, with the reason.
         ordered, ordered_us: in an explanation, what numerics="ordered" would run and its expected latency, if it is
             another candidate and both latencies are known; else None.
@@ -197,6 +210,7 @@ class Decision:
     trial_id: int | None = None
     layer: str | None = None
     environment: Environment | None = None
+    is_unproven: bool = False
     passed_over: tuple[tuple[str, str], ...] = ()
     ordered: Candidate | None = None
     ordered_us: float | None = None
@@ -500,6 +514,17 @@ class _Lookup:
         check = self.check_of(candidate)
         return None if check is None or check.status != "failed" else check.why
 
+    def why_lost(self, candidate: Candidate) -> str | None:
+        """Return why the candidate gives way to the library after its check on this machine, or None."""
+        check = self.check_of(candidate)
+        if check is None or check.status == "passed" or (check.status == "slower" and self.max_sms is not None):
+            return None
+        return check.why
+
+    def is_unchecked(self, candidate: Candidate) -> bool:
+        """True if the candidate is to be checked here before its first call."""
+        return self.snapshot.is_unchecked(self.requested, candidate, self.tables.hash_of(candidate) or "")
+
     def serves(self, rows: Rows, failed: Mapping[Candidate, str]) -> bool:
         """True if some challenger of fresh rows may be used."""
         return any(self.why_unusable(candidate, failed) is None for candidate in rows.challengers)
@@ -588,8 +613,22 @@ def _interpolated(lookup: _Lookup, reach: int | None) -> Decision | None:
     for family, relaxed in related:
         if rows := _nearest_shape(lookup, family, reach):
             text = f"as at the nearest measured shape, {format_shape(rows[0].problem.shape)}"
-            return _nearby_winner(lookup, family, rows, f"{text}{f' with {relaxed}' if relaxed else ''}: ")
+            found = _nearby_winner(lookup, family, rows, f"{text}{f' with {relaxed}' if relaxed else ''}: ")
+            if lookup.borrowed or not lookup.catalog.shape_reach(found.candidate):
+                return found
+            if decision := _once_checked(lookup, found):
+                return decision
     return None
+
+
+def _once_checked(lookup: _Lookup, decision: Decision) -> Decision | None:
+    """The decision for a candidate that its first call checks; None if it lost its check here."""
+    if why := lookup.why_lost(decision.candidate):
+        lookup.pass_over(decision.candidate, why)
+        return None
+    is_due = lookup.is_unchecked(decision.candidate)
+    why = f"{decision.why}; its first call on this machine checks it" if is_due else decision.why
+    return replace(decision, why=why, is_unproven=True)
 
 
 def _interpolate(lookup: _Lookup, family: Family, reach: int | None, relaxed: str) -> Decision | None:
@@ -662,9 +701,11 @@ def _nearest_shape(lookup: _Lookup, family: Family, reach: int | None) -> Rows:
     if len(asked) < GEMM_EXTENTS or 0 in asked:
         return _NO_ROWS
     near: list[tuple[float, Shape]] = []
+    spec = find_op(lookup.problem.op)
+    reaches = (spec.shape_reach if spec is not None and not lookup.borrowed else ()) or (reach or 0,) * len(asked)
     for shape in family.fresh_by_shape:
         factors = [max(x, y, 1) / max(min(x, y), 1) for x, y in zip(shape, asked, strict=True)]
-        if reach is None or max(factors) <= reach:
+        if reach is None or all(factor <= most for factor, most in zip(factors, reaches, strict=True)):
             near.append((math.prod(factors), shape))
     failed = lookup.failed(family.problem)
     nearest = (family.fresh_by_shape[shape] for _, shape in sorted(near))
@@ -697,15 +738,11 @@ def _lent(lookup: _Lookup, decision: Decision | None) -> Decision | None:
         return None
     why, candidate = f"borrowed from {decision.environment}, where {decision.why}", decision.candidate
     if candidate != lookup.library:
-        check = lookup.check_of(candidate)
-        is_out = check is not None and (
-            check.status in ("failed", "skipped") or (check.status == "slower" and lookup.max_sms is None)
-        )
-        if check is not None and is_out and lookup.library_admitted:
-            lookup.pass_over(candidate, check.why)
-            why = f"the library: {candidate} is {why}, but {check.why}"
+        if (lost := lookup.why_lost(candidate)) and lookup.library_admitted:
+            lookup.pass_over(candidate, lost)
+            why = f"the library: {candidate} is {why}, but {lost}"
             decision = replace(decision, candidate=lookup.library, runner_up=candidate)
-        elif lookup.snapshot.is_unchecked(lookup.requested, candidate, lookup.tables.hash_of(candidate) or ""):
+        elif lookup.is_unchecked(candidate):
             why = f"{why}; its first call on this machine checks it"
     return replace(decision, source="borrowed", why=why, **_NO_TIMES)
 
@@ -738,7 +775,10 @@ def _rule_of_thumb(lookup: _Lookup, *, at_size: bool) -> Decision | None:
         return None
     what = f"{candidate.variant} was not" if rows or not at_size else "nothing of this size is"
     why = f"{what} measured here, so {candidate} runs by rule of thumb; `tunedcomm tune` measures it"
-    return _unmeasured(lookup, candidate, "heuristic", why)
+    decision = _unmeasured(lookup, candidate, "heuristic", why)
+    if not lookup.catalog.shape_reach(candidate):
+        return decision
+    return _once_checked(lookup, decision) if lookup.library_admitted else replace(decision, is_unproven=True)
 
 
 def _unmeasured_default(lookup: _Lookup) -> Decision | None:

@@ -42,6 +42,7 @@ from tunedcomm.kernels.common.sync import (
 from tunedcomm.kernels.common.variant import HOST_GRID
 from tunedcomm.kernels.moe.op import sizes_of
 from tunedcomm.kernels.moe.push import (
+    FEW,
     GRID,
     CombineVariant,
     DispatchVariant,
@@ -60,7 +61,7 @@ from tunedcomm.kernels.moe.push import (
     write_token,
 )
 from tunedcomm.space import Config, Space
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Limits, Problem
 
 
 @triton.jit
@@ -255,6 +256,9 @@ class _Lamport(GridVariant):
     trailing_arguments = ("arena", "stage_bytes")
     room = "stage_bytes"
     host_preferred: Mapping[str, float] = {**HOST_GRID, "split": 1}
+
+    def is_usual(self, problem: Problem, limits: Limits) -> bool:
+        return problem.shape[0] <= FEW
 
 
 class DispatchLamport(_Lamport, DispatchVariant, registered=True):

@@ -632,6 +632,7 @@ _spec = functools.partial(
     is_per_rank=True,
     model_shapes=_model_shapes,
     skewed_inputs="integers",
+    shape_reach=(8, 4, 4, 4),
 )
 register_op(
     _spec(

@@ -557,6 +557,7 @@ def quantise_request(problem: Problem) -> CompileRequest:
     return CompileRequest.of(quantise_kernel, constants, num_warps=4 if width <= 512 else 8)
 
 
+FEW = 128  # tokens; up to here packets without flags are tried first
 GRID: Mapping[str, Axis] = {
     "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
     "num_warps": PowerOfTwo(1, 16),
@@ -582,6 +583,15 @@ class GridVariant(KernelVariant):
         """Packets of a token as it travels: its own, and its scales'."""
         s = sizes_of(problem)
         return s.row_bytes // PACKET_BYTES + packets_of(4 * s.num_scales)
+
+    def is_usual(self, problem: Problem, limits: Limits) -> bool:
+        """True if the variant may run until something is measured; of several the first by name does."""
+        return True
+
+    def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
+        if limits.backend != "cuda" or not self.is_usual(problem, limits):
+            return False
+        return self.infeasible(problem, self.default(problem, limits), limits) is None
 
     def token_bytes(self, problem: Problem) -> int:
         """Bytes of the workspace for a token of every rank."""

@@ -70,6 +70,7 @@ from tunedcomm.kernels.common.variant import Workspace, lane_arguments
 from tunedcomm.kernels.moe.lamport import peek_packets
 from tunedcomm.kernels.moe.op import BY_RANK, Overflow, sizes_of
 from tunedcomm.kernels.moe.push import (
+    FEW,
     GRID,
     RING,
     GridVariant,
@@ -595,13 +596,10 @@ def combine_tokens_pull_kernel(
     write_counter(local, epoch + 2, EPOCH_OFFSET)
 
 
-_FEW = 128  # tokens; up to here packets without flags are tried first
-
-
 def are_few(problem: Problem, limits: Limits) -> bool:
     """True if tokens, with masks, may well go through a stage without flags."""
     tokens_bytes = problem.world_size * problem.shape[0] * sizes_of(problem).row_bytes
-    return problem.shape[0] <= _FEW and 2 * tokens_bytes <= limits.stage_bytes
+    return problem.shape[0] <= FEW and 2 * tokens_bytes <= limits.stage_bytes
 
 
 _NOWHERE = (0,) * (MAX_WORLD_SIZE - 1)  # peers' addresses of what is not there
@@ -623,14 +621,8 @@ class _ByToken(GridVariant):
         return super().refuse(problem, limits)
 
     def is_usual(self, problem: Problem, limits: Limits) -> bool:
-        """True if the variant is the one to run until something is measured."""
         wanted = problem.input_kind == "symmetric"
         return self.in_buffers == wanted and not are_few(problem, limits)
-
-    def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
-        if limits.backend != "cuda" or not self.is_usual(problem, limits):
-            return False
-        return self.infeasible(problem, self.default(problem, limits), limits) is None
 
     def line_bytes(self, problem: Problem) -> int:
         """Bytes of a token's ids and weights as they travel."""
