@@ -251,7 +251,6 @@ def test_kernels_of_experts_are_checked_where_nothing_was_measured(rank: int, in
     """As on GPUs, where they run by rule of thumb; one that loses its check gives way to the library."""
     name = "tokens_direct" if in_buffers else "tokens_push"
     before = variants("ep_dispatch")
-    buffers = tunedcomm.ep_buffers(6, 64, 2, torch.float32) if in_buffers else None
     x, ids = torch.ones(6, 64), torch.tensor([[0, 3]] * 6)
     found: list[str] = []
 
@@ -263,10 +262,10 @@ def test_kernels_of_experts_are_checked_where_nothing_was_measured(rank: int, in
     decide = first_use._outcome
     try:
         for each in before.values():
-            register_variant(
-                replace(each, default_beats_library=lambda problem, limits, is_it=each.name == name: is_it)
-            )
+            runs = each.name == name
+            register_variant(replace(each, default_beats_library=lambda problem, limits, runs=runs: runs))
         with settings({"TUNEDCOMM_DB": str(folder_of(name) / "tuned.db")}), replaced(first_use, "_outcome", outcome):
+            buffers = tunedcomm.ep_buffers(6, 64, 2, torch.float32) if in_buffers else None
             for tokens, expected in ((6, name), (5, "library")):
                 given = {"num_experts": 4, "layout": "tokens", "buffers": buffers}
                 with torch.no_grad():
