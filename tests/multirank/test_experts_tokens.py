@@ -125,6 +125,7 @@ def public_body(rank: int, world_size: int) -> None:
     for result in (y, expected):
         result.square().sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close([x.grad, weights.grad], [each.grad for each in alike])
+    options(rank, world_size)
     x, few = torch.ones(6, 64), torch.zeros(6, 1).int()
     for variant in PLAIN if world_size > 1 else PLAIN[:1]:
         with tunedcomm.force("ep_dispatch", variant):
@@ -132,6 +133,50 @@ def public_body(rank: int, world_size: int) -> None:
                 tunedcomm.ep_dispatch(x, few + experts * (rank == 0), num_experts=experts, layout="tokens")
             sent = tunedcomm.ep_dispatch(x, few, num_experts=experts, layout="tokens")
             assert sent.counts.tolist() == [6 * world_size * (rank == 0), 0, 0, 0], variant
+
+
+def options(rank: int, world_size: int) -> None:
+    """Tokens in fp8 with their scales, replicas of experts, and fewer tokens than x has room for."""
+    experts, tokens = EXPERTS * world_size, 5
+    everyone = cases_of(world_size, tokens, 2, "mixed", 128, 3)
+    x, ids, weights = everyone[rank]
+    narrow, ids_of_all = [each[0].to(torch.float8_e4m3fn) for each in everyone], torch.stack([c[1] for c in everyone])
+    for layout, shape in itertools.product(("tokens", "padded", "contiguous"), ((), (1,))):
+        every_scale = torch.arange(1.0, 1 + world_size * tokens).view(world_size, tokens, *shape)
+        given: dict[str, Any] = {"num_experts": experts, "layout": layout}
+        sent = tunedcomm.ep_dispatch(narrow[rank], ids, scales=every_scale[rank], **given)
+        assert sent.scales is not None
+        assert sent.tokens.dtype == torch.float8_e4m3fn
+        flat, scales = sent.tokens.float().reshape(-1, 128), sent.scales.reshape(-1)
+        here = (ids_of_all >= rank * EXPERTS) & (ids_of_all < (rank + 1) * EXPERTS)
+        rows = torch.arange(world_size * tokens).view(world_size, tokens, 1).expand(here.shape)
+        for r, t, k in here.nonzero().tolist():
+            row = int((rows if isinstance(sent, tunedcomm.TokenDispatchResult) else sent.rows)[r, t, k])
+            assert torch.equal(flat[row], narrow[r][t].float())
+            assert scales[row] == every_scale.view(world_size, tokens)[r, t]
+        y = tunedcomm.ep_combine(sent.tokens.float(), sent, *([] if layout == "tokens" else [torch.ones(tokens, 2)]))
+        assert y.shape == x.shape
+    table = torch.tensor([[1, 3, -1], [0, -1, -1], [3, 2, 1]]).int()  # of 3 logical experts
+    logical, count = ids_of_all[rank].remainder(4) - 1, torch.tensor([rank + 2]).int()
+    sent = tunedcomm.ep_dispatch(
+        x, logical, num_experts=experts, layout="tokens", expert_map=table, num_tokens=count, topk_weights=weights
+    )
+    for t, k in itertools.product(range(tokens), range(2)):
+        chosen = [each for each in table[logical[t, k]].tolist() if each >= 0]
+        due = -1 if logical[t, k] < 0 or t >= rank + 2 else chosen[(t + rank) % len(chosen)]
+        assert int(sent.topk_ids[t, k]) == due, (t, k)
+    y = tunedcomm.ep_combine(sent.tokens * (rank + 1), sent)
+    assert torch.equal(y, due_of((x, sent.topk_ids, weights), world_size))
+    assert not y[rank + 2 :].any()
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("scales", {"x": narrow[rank], "scales": x}), ("scales", {"scales": torch.ones(5)}),
+        ("quantize", {"x": narrow[rank], "scales": torch.ones(5), "quantize": "token"}),
+        ("expert_map", {"expert_map": table.long()}), ("num_tokens", {"num_tokens": torch.tensor(3)}),
+        ("do not exist", {"topk_ids": torch.full_like(logical, 3), "expert_map": table}),
+    ]  # fmt: skip
+    for match, change in wrong:
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=match):
+            tunedcomm.ep_dispatch(**{"x": x, "topk_ids": logical, "num_experts": experts, **change})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeAlias, overload
 
 import torch
@@ -16,6 +16,7 @@ from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import NotInitializedError, TunedCommError, UnsupportedInputError
+from tunedcomm.fp8 import GROUP
 from tunedcomm.kernels.common.reference import weighted_sum
 from tunedcomm.kernels.moe.op import (
     ALIGNMENT,
@@ -50,6 +51,7 @@ TokenLayout: TypeAlias = Literal["tokens"]
 Reduction: TypeAlias = Literal["token", "rank"]
 Quantisation: TypeAlias = Literal["token", "group128"]
 _IDS = (torch.int32, torch.int64)
+_NO_EXPERT = torch.iinfo(torch.int32).max  # an id that is refused
 _QUANTISED = ("", "token", "group128")
 
 
@@ -61,12 +63,12 @@ class DispatchResult:
         tokens: [E_local, capacity, H] if `padded`, [capacity, H] if `contiguous`; e4m3 if quantised. Rows behind an
             expert's count hold nothing.
         scales: fp32 factors of the tokens: one a token or one for 128 elements, in the shape of tokens; None if not
-            quantised.
+            quantised. Where scales were passed, tokens and scales are views of rows that hold both.
         counts: [E_local] int32, tokens of each expert.
         offsets: [E_local + 1] int32: the first row of each expert of tokens as a matrix [rows, H], and the row behind
             the last expert.
         rows: [world_size, T, K] int32: row of every rank's token t for its k-th expert; below 0 if it is not here.
-        topk_ids: as they were passed, [T, K].
+        topk_ids: as they were passed, [T, K]; with `expert_map` ids of replicas, with `num_tokens` −1 from there on.
         num_experts: of all ranks.
         group: as it was passed.
         weights: [world_size, T, K]: `topk_weights` of all ranks, in fp32 or wider; None if none were passed.
@@ -108,7 +110,7 @@ class TokenDispatchResult:
         tokens: [n · T, H]. Rows of tokens that have no expert here hold nothing.
         expert_ids: [n · T, K] int32: the token's experts by their number on this rank, −1 for experts of other ranks.
         weights: [n · T, K] fp32: `topk_weights` of all ranks; None if none were passed.
-        topk_ids: as they were passed, [T, K].
+        topk_ids: as they were passed, [T, K]; with `expert_map` ids of replicas, with `num_tokens` −1 from there on.
         num_experts: of all ranks.
         row_ids: [n · T] int32: the rows that hold tokens, ascending, then −1; None without `compact`.
         num_rows: int32 without dimensions, on the tokens' device: how many rows hold tokens; None without `compact`.
@@ -116,6 +118,7 @@ class TokenDispatchResult:
         output: with `buffers`, [n · T, H], which peers read: pass it to `ep_combine` to spare a copy; else None.
         buffers: as they were passed.
         turn: the number of the call on the buffers.
+        scales: fp32 factors of the tokens, where they were passed: [n · T] or [n · T, H / 128]; else None.
     """
 
     tokens: torch.Tensor
@@ -129,6 +132,7 @@ class TokenDispatchResult:
     output: torch.Tensor | None = None
     buffers: ExpertBuffers | None = None
     turn: int = 0
+    scales: torch.Tensor | None = None
 
     @property
     def counts(self) -> torch.Tensor:
@@ -657,6 +661,9 @@ def ep_dispatch(
     quantize: Quantisation | None = None,
     alignment: int = ALIGNMENT,
     topk_weights: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
     compact: Literal[False] = False,
     buffers: None = None,
     group: dist.ProcessGroup | None = None,
@@ -672,6 +679,9 @@ def ep_dispatch(
     num_experts: int,
     layout: TokenLayout,
     topk_weights: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
     compact: bool = False,
     buffers: ExpertBuffers | None = None,
     group: dist.ProcessGroup | None = None,
@@ -689,6 +699,9 @@ def ep_dispatch(
     quantize: Quantisation | None = None,
     alignment: int = ALIGNMENT,
     topk_weights: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
     compact: bool = False,
     buffers: ExpertBuffers | None = None,
     group: dist.ProcessGroup | None = None,
@@ -714,6 +727,12 @@ def ep_dispatch(
         alignment: rows, for `contiguous`.
         topk_weights: [T, K], floating-point; on all ranks or on none. They travel along: for `tokens` in fp32, −0.0 as
             0.0; for other layouts, where `ep_combine(reduce="rank")` needs them, in fp32 or wider.
+        scales: of `x` in fp8 e4m3: fp32, one a token, [T], or one for 128 elements, [T, H / 128]; they travel along.
+        expert_map: [num_logical, R] int32, on all ranks alike: the experts that hold each logical expert's weights,
+            then −1. `topk_ids` then name logical experts, and token t of rank r goes to replica (t + r) mod their
+            number; `num_experts` counts the experts that are there.
+        num_tokens: int32, one number, on the tokens' device: tokens from there on count as if their ids were −1. It
+            may differ from rank to rank, and a graph's replay reads it anew; `x` has the same shape on every rank.
         compact: for `tokens`: also list the rows that hold tokens.
         buffers: for `tokens`, on all ranks or on none: what `ep_buffers` made. The results are views of its next slot,
             into which peers write, and are not differentiable. Work that reads or writes the slot must be in the
@@ -737,6 +756,19 @@ def ep_dispatch(
     """
     path = _dispatch_tokens if layout == BY_TOKEN else _dispatch
     try:
+        if expert_map is not None or num_tokens is not None:
+            topk_ids = _chosen_ids(topk_ids, expert_map, num_tokens, group)
+        if scales is not None:
+            if quantize is not None or buffers is not None:
+                raise UnsupportedInputError("scales are for tokens in fp8; pass no quantize and buffers beside them")
+            call: Any = ep_dispatch
+            sent = call(
+                _packed(x, scales), topk_ids, num_experts=num_experts, capacity=capacity, layout=layout,
+                alignment=alignment, topk_weights=topk_weights, compact=compact, group=group, max_sms=max_sms,
+            )  # fmt: skip
+            tokens, scales = _unpacked(sent.tokens, x.shape[1], scales)
+            whole: DispatchResult | TokenDispatchResult = replace(sent, tokens=tokens, scales=scales)
+            return whole
         if layout == BY_TOKEN:
             if capacity is not None or quantize is not None or alignment != ALIGNMENT:
                 raise UnsupportedInputError("layout='tokens' takes no capacity, quantize and alignment; leave them out")
@@ -770,6 +802,59 @@ def ep_dispatch(
     except BaseException as error:
         path.left(error, x, group)
         raise
+
+
+def _chosen_ids(
+    ids: torch.Tensor, expert_map: torch.Tensor | None, num_tokens: torch.Tensor | None, group: Group
+) -> torch.Tensor:
+    """The ids of replicas, −1 from `num_tokens` on; an id that `expert_map` does not know names no expert."""
+    _check_ids("ep_dispatch", ids)
+    if ids.dim() != 2:
+        raise UnsupportedInputError(f"ep_dispatch takes topk_ids of shape [tokens, top-k], not {tuple(ids.shape)}")
+    tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device).unsqueeze(1)
+    if expert_map is not None:
+        if expert_map.dtype != torch.int32 or expert_map.dim() != 2 or not expert_map.numel():
+            raise UnsupportedInputError(
+                f"expert_map has shape {tuple(expert_map.shape)} and {expert_map.dtype}; pass int32 of shape "
+                "[num_logical, replicas], filled up with −1"
+            )
+        rank = (world._default_pg if group is None else group).rank()
+        known = (ids >= 0) & (ids < len(expert_map))
+        named = torch.where(known, ids, 0).long()
+        count = (expert_map >= 0).sum(1)[named]
+        replica = expert_map[named, (tokens + rank) % count.clamp(min=1)]
+        ids = torch.where(known & (count > 0), replica, torch.where(ids == -1, -1, _NO_EXPERT)).to(ids.dtype)
+    if num_tokens is not None:
+        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1:
+            raise UnsupportedInputError(
+                f"num_tokens has shape {tuple(num_tokens.shape)} and {num_tokens.dtype}; pass one int32"
+            )
+        ids = torch.where(tokens < num_tokens, ids, -1)
+    return ids
+
+
+def _packed(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows of x with their scales behind them, at a multiple of 16 bytes, as fp32."""
+    fits = x.dim() == 2 and scales.dim() in (1, 2) and len(scales) == len(x) and scales.dtype == torch.float32
+    if not fits or x.dtype != torch.float8_e4m3fn or (scales.dim() == 2 and scales.shape[1] * GROUP != x.shape[1]):
+        raise UnsupportedInputError(
+            f"scales belong to tokens in float8_e4m3fn: fp32 of shape [tokens] or [tokens, hidden / {GROUP}], not "
+            f"{tuple(scales.shape)} {scales.dtype} for {tuple(x.shape)} {x.dtype}"
+        )
+    count = 1 if scales.dim() == 1 else scales.shape[1]
+    begin = -(-x.shape[1] // 16) * 16
+    rows = x.new_zeros(len(x), begin + -(-count // 4) * 16, dtype=torch.uint8)
+    rows[:, : x.shape[1]] = x.view(torch.uint8)
+    rows[:, begin : begin + 4 * count] = scales.contiguous().view(torch.uint8).view(len(x), 4 * count)
+    return rows.view(torch.float32)
+
+
+def _unpacked(rows: torch.Tensor, hidden: int, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the tokens and the scales, like `scales`, of rows that `_packed` made."""
+    count, begin = 1 if scales.dim() == 1 else scales.shape[1], -(-hidden // 16) * 16
+    tokens = rows.view(torch.uint8)[..., :hidden].view(torch.float8_e4m3fn)
+    found = rows[..., begin // 4 : begin // 4 + count]
+    return tokens, found.squeeze(-1) if scales.dim() == 1 else found
 
 
 def _of_all_ranks(weights: torch.Tensor, group: Group, max_sms: int | None) -> torch.Tensor:
