@@ -1,4 +1,4 @@
-"""A mixture of experts whose experts are dealt out to the ranks: router, dispatch, grouped GEMMs, combine.
+"""A mixture of experts whose experts are dealt out to the ranks: router, dispatch, experts, combine.
 
     torchrun --nproc-per-node 2 examples/moe.py
 
@@ -42,10 +42,16 @@ class MoE(torch.nn.Module):
         scores = softmax(self.router(x), dim=-1)
         weights, ids = scores.topk(self.topk, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        sent = tunedcomm.ep_dispatch(x, ids, num_experts=self.num_experts)
-        # In the padded layout the experts' GEMMs are one batched product; rows behind an expert's tokens are zeros.
-        results = torch.bmm(silu(torch.bmm(sent.tokens, self.up)), self.down)
-        return tunedcomm.ep_combine(results, sent, weights)
+        sent = tunedcomm.ep_dispatch(x, ids, num_experts=self.num_experts, layout="tokens", topk_weights=weights)
+        assert sent.weights is not None
+        # Every token is here once, with the ids of its local experts. Engines pass both to a grouped GEMM; this loop
+        # waits for the number of each expert's tokens instead.
+        sums = torch.zeros_like(sent.tokens)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            rows, k = (sent.expert_ids == expert).nonzero(as_tuple=True)
+            results = silu(sent.tokens[rows] @ up) @ down
+            sums = sums.index_add(0, rows, results * sent.weights[rows, k].unsqueeze(1).to(x.dtype))
+        return tunedcomm.ep_combine(sums, sent)
 
     def sum_router_gradients(self) -> None:
         """Sum the router's gradients over the ranks, after the backward pass."""
