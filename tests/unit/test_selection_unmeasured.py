@@ -93,5 +93,7 @@ def test_a_check_at_the_first_call_has_the_last_word() -> None:
     assert (instead.source, instead.candidate.config_dict, instead.is_unproven) == ("heuristic", default, True)
     for status in ("failed", "slower", "skipped"):
         assert decide(problem, checked(failed, problem, instead, status)).candidate.variant == "library"
+    alone = decide(problem)
+    assert decide(problem, checked(NOTHING, problem, alone, "slower")).candidate.variant == "library"
     elsewhere = decide(asked(32), checked(failed, problem, instead, "slower"))
     assert elsewhere.candidate.variant == "lamport", "slower counts at its own size alone"

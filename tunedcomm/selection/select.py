@@ -505,9 +505,14 @@ class _Lookup:
         return None if how is None else f"{how}; it is not used where it was not measured"
 
     def check_of(self, candidate: Candidate) -> Check | None:
-        """The check of a borrowed candidate on this machine that counts at the caller's problem."""
-        source_hash = self.tables.hash_of(candidate) or ""
-        return self.snapshot.check_of(self.requested, candidate, source_hash) if self.snapshot.checks else None
+        """The check of a candidate on this machine that counts at the caller's problem."""
+        if not self.snapshot.checks:
+            return None
+        return self.snapshot.check_of(self.requested, candidate, self.hash_of(candidate))
+
+    def hash_of(self, candidate: Candidate) -> str:
+        """Source hash of the candidate's variant, also where nothing of it was measured; "" if it has none."""
+        return self.tables.hash_of(candidate) or self.catalog.source_hash(candidate.op, candidate.variant) or ""
 
     def why_failed(self, candidate: Candidate) -> str | None:
         """Return why the candidate failed its check on this machine, or None."""
@@ -523,7 +528,7 @@ class _Lookup:
 
     def is_unchecked(self, candidate: Candidate) -> bool:
         """True if the candidate is to be checked here before its first call."""
-        return self.snapshot.is_unchecked(self.requested, candidate, self.tables.hash_of(candidate) or "")
+        return self.snapshot.is_unchecked(self.requested, candidate, self.hash_of(candidate))
 
     def serves(self, rows: Rows, failed: Mapping[Candidate, str]) -> bool:
         """True if some challenger of fresh rows may be used."""
