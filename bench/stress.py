@@ -235,6 +235,7 @@ def some_problems(op: str, world_size: int, shuffle: random.Random, most: int) -
         others = [(m, 16 * shuffle.randrange(4, 130), 16 * shuffle.randrange(4, 130)) for m in rows]
         shapes = [(m * world_size, n, k) for m, n, k in (*PRODUCTS, *others)]
     dtypes = [dtype for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn") if dtype in spec.dtypes]
+    dtypes = dtypes or list(spec.dtypes)
     shapes = [shape for shape in shapes if math.prod(shape[:2]) <= most]
     for number in range(max(len(shapes), 2 * len(spec.scalings) if not spec.is_gemm else 0)):
         shape = shapes[number % len(shapes)]

@@ -221,6 +221,22 @@ def cases(rank: int, world_size: int, device: str) -> dict[str, Case]:
         "all_to_all": Case("all_to_all", (x,), lambda group, x: t.all_to_all(x, group=group)),
         "all_to_all_v": Case("all_to_all_v", (x,), all_to_all_v, operator=False),
         "broadcast": Case("broadcast", (x,), lambda group, x: t.broadcast(x, 1, group=group)),
+        "all_gather_list": Case(
+            "all_gather_list",
+            (x, rows, weight[:7]),
+            lambda group, *xs: t.all_gather(xs, group=group),
+            operator=False,
+        ),
+        "all_gather_v": Case(
+            "all_gather_v",
+            (x[: 1 + rank],),
+            lambda group, x: t.all_gather_v(x, list(range(1, world_size + 1)), max_count=4, group=group),
+        ),
+        "reduce_scatter_v": Case(
+            "reduce_scatter_v",
+            (x,),
+            lambda group, x: t.reduce_scatter_v(x, [4] * world_size, max_count=4, group=group),
+        ),
         "dcp_combine": Case("dcp_combine", (heads, lse), lambda group, x, lse: t.dcp_combine(x, lse, group=group)),
         "ulysses_scatter": Case("ulysses_scatter", (heads[None],), lambda group, x: t.ulysses_scatter(x, group=group)),
         "ulysses_gather": Case("ulysses_gather", (heads[None],), lambda group, x: t.ulysses_gather(x, group=group)),

@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from tunedcomm.ops.attention import dcp_combine as dcp_combine
     from tunedcomm.ops.attention import ulysses_gather as ulysses_gather
     from tunedcomm.ops.attention import ulysses_scatter as ulysses_scatter
+    from tunedcomm.ops.by_counts import all_gather_v as all_gather_v
+    from tunedcomm.ops.by_counts import reduce_scatter_v as reduce_scatter_v
     from tunedcomm.ops.call import numerics as numerics
     from tunedcomm.ops.collectives import all_gather as all_gather
+    from tunedcomm.ops.collectives import all_gather_list as all_gather_list
     from tunedcomm.ops.collectives import all_reduce as all_reduce
     from tunedcomm.ops.collectives import all_reduce_ as all_reduce_
     from tunedcomm.ops.collectives import all_reduce_bias as all_reduce_bias
@@ -71,9 +74,10 @@ _HOMES = {
     "integrations.serving": "ServingAllReduce",
     "ops": "explain",
     "ops.attention": "dcp_combine ulysses_gather ulysses_scatter",
+    "ops.by_counts": "all_gather_v reduce_scatter_v",
     "ops.call": "numerics",
-    "ops.collectives": "all_gather all_reduce all_reduce_ all_reduce_bias all_to_all all_to_all_v broadcast "
-    "reduce_scatter",
+    "ops.collectives": "all_gather all_gather_list all_reduce all_reduce_ all_reduce_bias all_to_all all_to_all_v "
+    "broadcast reduce_scatter",
     "ops.experts": "DispatchResult ExpertBuffers Sent TokenDispatchResult ep_buffers ep_combine ep_dispatch",
     "ops.gemm": "ag_gemm gemm_ar gemm_rs",
     "ops.rms_norm": "all_reduce_rms_norm",

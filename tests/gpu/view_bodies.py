@@ -25,7 +25,8 @@ from tunedcomm.symm.mapped import MappedMemory
 SOME = {"all_reduce": "two_shot", "all_gather": "push", "reduce_scatter": "push", "all_to_all": "push",
         "all_to_all_v": "push", "broadcast": "push", "all_reduce_bias": "lamport", "all_reduce_rms_norm": "two_shot",
         "ag_gemm": "sm_persistent", "gemm_rs": "push_reduce", "gemm_ar": "two_shot", "ep_dispatch": "push",
-        "ep_combine": "push", "dcp_combine": "lamport", "ulysses_scatter": "push",
+        "ep_combine": "push", "all_gather_list": "lamport", "all_gather_v": "push", "reduce_scatter_v": "push",
+        "dcp_combine": "lamport", "ulysses_scatter": "push",
         "ulysses_gather": "pull"}  # fmt: skip
 SIZES = (1 << 10, 1 << 13, 1 << 15, 1 << 17, 1 << 18, 1 << 19, 1 << 20, 1 << 22, 1 << 23, 1 << 25)
 MIB = 1 << 20

@@ -127,7 +127,7 @@ def vllm_body(rank: int, n: int) -> None:
     found = communicator.reduce_scatterv(rows(rank, sum(sizes), 2), 0, sizes)
     assert torch.equal(found, total(n, sum(sizes), 2).split(sizes)[rank])
     assert communicator.all_reduce(torch.ones(2, dtype=torch.bool)) is not None
-    assert toy.own == ["all_gatherv", "reduce_scatterv", "all_reduce"]
+    assert toy.own == ["all_reduce"]
     with pytest.raises(ValueError, match="own error"):
         communicator.all_reduce(torch.ones(2, dtype=torch.complex64))
     toy.own.clear()
@@ -141,7 +141,7 @@ def vllm_body(rank: int, n: int) -> None:
     communicator.destroy()
     assert communicator.destroyed
     assert len(texts) == (rank == 0)
-    for word in ("all_reduce 57% of 7", "all_gather 100% of 3", "all_gatherv 86% of 7") if texts else ():
+    for word in ("all_reduce 57% of 7", "all_gather 100% of 3", "all_gatherv 100% of 7") if texts else ():
         assert word in texts[0]
     toy.own.clear()
     again = toy.make_communicator(dist.new_group())  # a second engine in the process
@@ -266,11 +266,11 @@ def sglang_body(rank: int, n: int) -> None:
         made.reduce_scatterv(rows(rank, sum(sizes), 2), sizes=sizes), total(n, sum(sizes), 2).split(sizes)[rank]
     )
     assert made._all_reduce_out_place(torch.ones(2, dtype=torch.bool), "auto").all()
-    assert toy.own == ["all_gatherv", "reduce_scatterv", "out of place", "in place"]
+    assert toy.own == ["out of place", "in place"]
     made.destroy()
     assert toy.own[-1] == "destroy"
     assert len(texts) == (rank == 0)
-    for word in ("all_reduce 93% of 14", "fused norm 100% of 4", "all_gatherv 80% of 5") if texts else ():
+    for word in ("all_reduce 92% of 13", "fused norm 100% of 4", "all_gatherv 100% of 5") if texts else ():
         assert word in texts[0], texts[0]
 
 

@@ -38,9 +38,19 @@ def settings() -> tuple[int, str]:
 
 IDS = torch.tensor([[0, 3], [2, -1], [1, 2]])
 MOVES = ("all_gather", "all_to_all", "broadcast", "ulysses_scatter", "ulysses_gather")
-COLLECTIVES = (*MOVES, "dcp_combine", "all_reduce", "reduce_scatter", "all_reduce_bias", "all_reduce_rms_norm")
+COLLECTIVES = (
+    *MOVES,
+    "all_gather_v",
+    "reduce_scatter_v",
+    "dcp_combine",
+    "all_reduce",
+    "reduce_scatter",
+    "all_reduce_bias",
+    "all_reduce_rms_norm",
+)
 GEMMS = ("ag_gemm", "ag_gemm_gathered", "ag_gemm_list", "gemm_rs", "gemm_ar")
 RESULTS = {
+    "all_gather_v": ("out", "counts_out"),
     "dcp_combine": ("out", "lse_out"),
     "all_reduce_rms_norm": ("out", "residual_out"),
     "ag_gemm_gathered": ("out", "gathered"),
@@ -67,6 +77,8 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
         "reduce_scatter_fp32": (x.bfloat16(), "avg", 1, *same),
         "all_to_all": (x, *same),
         "broadcast": (x, 1, *same),
+        "all_gather_v": (x[: 3 + rank], None, [3, 4], 3 + rank, 5, *same),
+        "reduce_scatter_v": (x, None, [1, 3], 1 + 2 * rank, 5, *same),
         "dcp_combine": (draw(rank, 3, 4, 8), draw(rank + 2, 3, 4), "2", *same),
         "ulysses_scatter": (draw(rank, 2, 3, 4, 8), *same),
         "ulysses_gather": (draw(rank, 2, 4, 3, 8), *same),

@@ -487,6 +487,17 @@ def run_served(
     return out
 
 
+def _in_parts(run: Callable[[], Any], parts: Sequence[torch.Tensor]) -> None:
+    """Run a served call and copy its result, one part a rank, to `parts`."""
+    whole = run()
+
+    def copy_parts() -> None:
+        for part, found in zip(parts, whole.view(len(parts), *parts[0].shape), strict=True):
+            part.detach().copy_(found)
+
+    when_due(copy_parts)
+
+
 # Reductions that tunedcomm does not know are asked for all the same: its refusal is the reason in the record.
 _NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 _REDUCTIONS = {int(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
@@ -557,7 +568,8 @@ class _Reader:
         self._names = [argument.name for argument in schema.arguments]
         self._defaults = [argument.default_value for argument in schema.arguments]
         roles = (
-            *("tensors input_tensor input inputs", "output_tensor output out outputs", "process_group group_name"),
+            *("tensors input_tensor input inputs input_tensors", "output_tensor output out outputs output_tensors"),
+            "process_group group_name",
             *("reduce_op", "async_op asyncOp", "timeout"),
         )
         places = [[self._names.index(name) for name in names.split() if name in self._names] for names in roles]
@@ -587,6 +599,8 @@ class _Reader:
             return self._read_list(of, x, values, reduction, others)
         results, x = (x, x[0]) if isinstance(x, list) else (None, x)
         out = x if self._in_place else values[self._out] if self._out >= 0 else None
+        if isinstance(out, list):
+            return self._read_parts(of, x, out, values, others)
         found = self._served(of, x, out, reduction, others)
         if found is None:
             return None
@@ -599,6 +613,18 @@ class _Reader:
             return lambda: start(of, routing.may_wait, run, results, tensors, is_async).boxed()
         first = results if self._in_place else out
         return lambda: (first, start(of, routing.may_wait, run, results, tensors, is_async).boxed())
+
+    def _read_parts(self, of: RoutedGroup, x: Any, listed: Any, values: Sequence[Any], others: Any) -> Serve:
+        """The call of an all_gather into a list of tensors, one a rank; None where the library serves it."""
+        parts = listed[0] if len(listed) == 1 else []
+        if any((part.shape, part.dtype, part.device) != (x.shape, x.dtype, x.device) for part in parts):
+            return None
+        found = self._served(of, x, None, "", {**others, "group_size": len(parts)})
+        if found is None:
+            return None
+        routing, run = found
+        tensors, call = (x, *parts), partial(_in_parts, run, parts)
+        return lambda: (listed, start(of, routing.may_wait, call, listed, tensors, values[self._async]).boxed())
 
     def _read_list(
         self, of: RoutedGroup, xs: Sequence[Any], values: Sequence[Any], reduction: str, others: Any
@@ -803,10 +829,11 @@ def intercept(
     """Serve PyTorch's collectives on `groups` by tunedcomm inside the `with` block, with no line of the model changed.
 
     Served where the dispatcher chooses a kernel: `torch.distributed`'s `all_reduce`, `all_gather_into_tensor`,
-    `reduce_scatter_tensor`, `all_to_all_single` and `broadcast`, also with `async_op=True`; the functional collectives
-    of these and what is made of them: their autograd forms, DTensor's redistributions, tensor parallel plans, compiled
-    code. Coalesced reductions, gathers and reduce-scatters are served one after another if kernels serve all of them.
-    All else, such as list forms and other dtypes or reductions, goes to the library untouched.
+    `all_gather` into tensors of the input's shape, `reduce_scatter_tensor`, `all_to_all_single` and `broadcast`, also
+    with `async_op=True`; the functional collectives of these and what is made of them: their autograd forms, DTensor's
+    redistributions, tensor parallel plans, compiled code. Coalesced reductions, gathers and reduce-scatters are served
+    one after another if kernels serve all of them. All else, such as other list forms and other dtypes or reductions,
+    goes to the library untouched.
 
     Args:
         groups: process groups that this rank belongs to; none, or None, for the default group. On all ranks of a group

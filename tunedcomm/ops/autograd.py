@@ -112,6 +112,34 @@ def ulysses_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return (_ops.ulysses_scatter(grad, *ctx.settings),)
 
 
+def keep_counts(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep counts in a tensor; of all_gather_v those of the result, which are within their bound."""
+    ctx.save_for_backward(output[1] if isinstance(output, tuple) else inputs[1])
+    ctx.has_counts = inputs[1] is not None
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(output[1])
+
+
+def all_gather_v(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    """The gradient of `all_gather_v`: rows that nobody sent have none."""
+    (counts,), (sizes, rows, max_count), (group_size, group, max_sms) = ctx.saved_tensors, ctx.options, ctx.settings
+    rest = (group_size, group, None, max_sms)
+    if ctx.has_counts or sizes is not None:
+        given = counts if ctx.has_counts else None
+        return (_ops.reduce_scatter_v(grad, given, sizes, rows, max_count, *rest),)
+    return (_ops.reduce_scatter(grad.flatten(0, 1), "sum", 0, *rest)[:rows],)
+
+
+def reduce_scatter_v(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `reduce_scatter_v`: zero where nothing was read."""
+    (counts,), (group_size, group, _, max_sms) = ctx.saved_tensors, ctx.settings
+    found, used = _ops.all_gather_v(grad, counts, *ctx.options, group_size, group, max_sms)
+    if counts is not None:
+        rows = torch.arange(len(found), dtype=torch.int64, device=found.device) < used.sum()
+        found = found.masked_fill(~rows.view(-1, *(1,) * (found.dim() - 1)), 0)
+    return (found,)
+
+
 def keep_merged(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Keep the inputs, the result and its LSE."""
     ctx.save_for_backward(*inputs[:2], *output)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.kernels.all_gather.several import MAX_TENSORS, aligned
 from tunedcomm.kernels.all_to_all.op import layout_of, row_numel
+from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.kernels.common.reference import WIDE
 from tunedcomm.ops import autograd
 from tunedcomm.ops.adapter import Group, OpAdapter, Results, Tensors, TorchCall, TorchServe, problem_of
@@ -236,6 +238,7 @@ class _AllGather(OpAdapter):
         "c10d::_allgather_base_",
         "c10d::allgather_into_tensor_coalesced_",
         "_c10d_functional::all_gather_into_tensor_coalesced",
+        "c10d::allgather_",
         "_c10d_functional::all_gather_into_tensor",
         "_c10d_functional::all_gather_into_tensor_out",
     )
@@ -285,6 +288,115 @@ class _AllGather(OpAdapter):
 _all_gather: CallPath[torch.Tensor] = CallPath(_AllGather())
 
 
+class _AllGatherList(OpAdapter):
+    """Of lists of one length; the options are the bytes of each tensor and the dimension."""
+
+    op = "all_gather_list"
+    options = ("int[] sizes", "int dim")
+    reduces = False
+    has_operator = False
+
+    def __init__(self, length: int) -> None:
+        self.inputs = tuple(f"x{index}" for index in range(length))
+        self.outputs = tuple(f"out{index}" for index in range(length))
+
+    @property
+    def operator(self) -> str:
+        return f"{self.op}_{len(self.inputs)}"
+
+    def asks_for(self, problem: Problem) -> bool:
+        return len(self.inputs) == _SAMPLE_LENGTH
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        for x in inputs:
+            _all_gather.adapter.check((x,), options[1:], world_size)
+        if (sizes := [x.nbytes for x in inputs]) != list(options[0]):
+            raise UnsupportedInputError(f"{self.op} of tensors of {sizes} bytes was called for {list(options[0])}")
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        sizes = options[0]
+        layout = str(min(map(alignment_of, sizes)))
+        nbytes = sum(map(aligned, sizes))
+        return problem_of(self.op, (nbytes,), "uint8", world_size, reduction="", layout=layout, mode="eager")
+
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
+        return [_all_gather.adapter.results((x,), options[1:], world_size)[0] for x in inputs]
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        return (*inputs, *outputs), (tuple(x.nbytes for x in inputs), 0)
+
+    def key(self, tensors: Tensors) -> Hashable:
+        return tuple((tuple(x.shape), x.dtype) for x in tensors[: len(self.inputs)])
+
+    def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+        return not any(options[0])
+
+    def scalar_args(self, options: Any) -> Any:
+        return options[:1]
+
+    def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
+        return inputs
+
+
+_SAMPLE_LENGTH = 3
+_list_path = functools.cache(lambda length: CallPath[Any](_AllGatherList(length)))
+_list_path(_SAMPLE_LENGTH)
+# Bytes of a rank up to which one launch takes several tensors; above it each has the kernel that suits its size.
+_MAX_LIST_BYTES = 1 << 20
+
+
+def all_gather_list(
+    xs: Sequence[torch.Tensor],
+    *,
+    dim: int = 0,
+    group: dist.ProcessGroup | None = None,
+    out: Sequence[torch.Tensor | None] | None = None,
+    max_sms: int | None = None,
+) -> list[torch.Tensor]:
+    """Gather several tensors, whose dtypes may differ, as `all_gather` does each; `all_gather` of a list is the same.
+
+    One launch gathers up to 8 tensors of at most 1 MiB a rank in all, if along `dim` the parts of each lie one after
+    another. Others, and compiled calls, are gathered one by one.
+
+    Args:
+        xs: tensors as of `all_gather`; the same shapes and dtypes on every rank. Left as they are.
+        dim: as in `all_gather`, of every tensor.
+        group: as in `all_reduce`.
+        out: where to write, one for each tensor, as of `all_gather`. None allocates them.
+        max_sms: as in `all_reduce`.
+
+    Returns:
+        The results of `all_gather`, in order.
+
+    Raises:
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
+
+    Every bit comes through as it was sent. Has no gradient: what goes one by one has that of `all_gather`. Can be
+    captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
+    """
+    x = xs[0] if len(xs) else None
+    try:
+        given = [None] * len(xs) if out is None else list(out)
+        if len(given) != len(xs):
+            raise UnsupportedInputError(f"{len(xs)} tensors and {len(given)} outputs; pass an out for each, or none")
+        for x in xs:
+            check_input("all_gather_list", x)
+        is_small = sum(x.nbytes for x in xs) <= _MAX_LIST_BYTES and 1 < len(xs) <= MAX_TENSORS
+        lie_together = all(_leads(x, normal_dim("all_gather_list", x, dim)) for x in xs)
+        if is_dynamo_compiling() or not (is_small and lie_together):
+            pairs = zip(xs, given, strict=True)
+            return [all_gather(x, dim=dim, group=group, out=y, max_sms=max_sms) for x, y in pairs]
+        check_plain("all_gather_list", (*xs, *given))
+        group = world._default_pg if group is None else group
+        options = (tuple(x.nbytes for x in xs), dim)
+        results: Sequence[torch.Tensor] = _list_path(len(xs)).repeat((*xs, *given), options, group, "default", max_sms)
+        return list(results)
+    except BaseException as error:
+        _list_path(_SAMPLE_LENGTH).left(error, x, group)
+        raise
+
+
+@overload
 def all_gather(
     x: torch.Tensor,
     *,
@@ -293,13 +405,36 @@ def all_gather(
     out: torch.Tensor | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+
+
+@overload
+def all_gather(
+    x: Sequence[torch.Tensor],
+    *,
+    dim: int = 0,
+    group: dist.ProcessGroup | None = None,
+    out: Sequence[torch.Tensor] | None = None,
+    max_sms: int | None = None,
+    async_op: bool = False,
+) -> list[torch.Tensor]: ...
+
+
+def all_gather(
+    x: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    dim: int = 0,
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    max_sms: int | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | list[torch.Tensor]:
     """Concatenate the tensors of all ranks of `group` along `dim`, in rank order; every rank gets the result.
 
     Args:
         x: any shape, any strides, any dtype but quantized ones; the same shape and dtype on every rank. A tensor
             without dimensions counts as one of one element. Left as it is. Gathering along another dimension than the
-            first that is longer than 1 costs a copy of the result.
+            first that is longer than 1 costs a copy of the result. Or a list of tensors, for `all_gather_list`.
         dim: dimension along which to concatenate, from the end if negative.
         group: as in `all_reduce`.
         out: where to write: of the result's shape, dtype and device, any strides; must not overlap `x`, but `x` may be
@@ -308,7 +443,8 @@ def all_gather(
         async_op: as in `all_reduce`.
 
     Returns:
-        `out`, or a new contiguous tensor of `x`'s shape and dtype with `dim` `world_size` times as long.
+        `out`, or a new contiguous tensor of `x`'s shape and dtype with `dim` `world_size` times as long. Of a list a
+        list of these.
 
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
@@ -322,9 +458,11 @@ def all_gather(
             if (result := fast(x, out, dim, "default", max_sms)) is not None:
                 return result
         refuse_async("all_gather", async_op)
+        if isinstance(x, (list, tuple)):
+            return all_gather_list(x, dim=dim, group=group, out=out, max_sms=max_sms)  # type: ignore[arg-type]
         return _all_gather.call((x, out), (dim,), group, "default", max_sms)
     except BaseException as error:
-        _all_gather.left(error, x, group)
+        _all_gather.left(error, x[0] if isinstance(x, (list, tuple)) and x else x, group)
         raise
 
 

@@ -29,7 +29,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tunedcomm.errors import GroupError, TunedCommError, UnsupportedInputError
-from tunedcomm.ops import attention, autograd, collectives, experts, gemm, rms_norm  # noqa: F401 - fills the table of paths
+from tunedcomm.ops import attention, autograd, by_counts, collectives, experts, gemm, rms_norm  # noqa: F401 - fills the table of paths
 from tunedcomm.ops.adapter import Results
 from tunedcomm.ops.call import CallPath, detached, leave, paths
 from tunedcomm.ops.checks import check_differentiable, check_fits

@@ -85,10 +85,7 @@ class EngineGroup:
             out: where the one result goes, filled in the order of its elements; `x` itself for a sum in place.
         """
         adapter = paths[op].adapter
-        if self._ordered and adapter.reduces and any(x.dtype not in _SUMMED for x in xs):
-            self.pass_on(call, "only bf16, fp16 and fp32 are summed in a fixed order")
-            return None
-        if not self._ready(call):
+        if not self._sums_in_order(call, adapter.reduces, xs) or not self._ready(call):
             return None
         x = xs[0]
         try:
@@ -108,6 +105,40 @@ class EngineGroup:
         except BaseException as error:
             leave(error, call, x, self._routed.group)
             raise
+
+    def serve_rows(
+        self, call: str, op: str, xs: Sequence[torch.Tensor], sizes: Sequence[int], out: torch.Tensor | None = None
+    ) -> list[torch.Tensor] | None:
+        """`serve` where the ranks' shares have `sizes` rows: `op` is all_gather_v or reduce_scatter_v."""
+        adapter, reduces = paths[op].adapter, op == "reduce_scatter_v"
+        if not self._sums_in_order(call, reduces, xs) or not self._ready(call):
+            return None
+        most = 1 << (max(sizes) - 1).bit_length()  # few different problems
+        x = xs[0]
+        try:
+            for x in xs:
+                num_rows, rest = most * self.size if reduces else most, x.shape[1:]
+                like = x.detach().new_empty((1, *rest)).expand(num_rows, *rest)
+                usual = ((most,) * self.size, most, most)
+                if self._routed.serves(call, adapter, like, usual, others=(None,)) is None:
+                    return None
+            with no_intercept():
+                tensors = [(self._routed.plain(x), None, out) for x in xs]
+                options, group = (tuple(sizes), sizes[self._rank], most), self._routed.group
+                if reduces:
+                    policy = self._routed.policy(adapter)
+                    return [paths[op].repeat(each, options, group, policy, None) for each in tensors]
+                return [paths[op].repeat((*each, None), options, group, "default", None)[0] for each in tensors]
+        except BaseException as error:
+            leave(error, call, x, self._routed.group)
+            raise
+
+    def _sums_in_order(self, call: str, reduces: bool, xs: Sequence[torch.Tensor]) -> bool:
+        """True unless the engine is in its deterministic mode, and the tensors are not summed in a fixed order."""
+        if self._ordered and reduces and any(x.dtype not in _SUMMED for x in xs):
+            self.pass_on(call, "only bf16, fp16 and fp32 are summed in a fixed order")
+            return False
+        return True
 
     def serve_norm(
         self,

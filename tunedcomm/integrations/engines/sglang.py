@@ -89,10 +89,11 @@ def all_gatherv(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     xs = [given] if isinstance(given, torch.Tensor) else given
     tuned: EngineGroup | None = getattr(self, "tuned", None)
     found = None
-    if tuned is not None and are_equal(sizes) and (output is None or len(xs) == 1):
-        found = tuned.serve("all_gatherv", "all_gather", xs, (0,), output)
-    elif tuned is not None:
-        tuned.pass_on("all_gatherv", "shares of different sizes")
+    if tuned is not None and (output is None or len(xs) == 1):
+        if are_equal(sizes):
+            found = tuned.serve("all_gatherv", "all_gather", xs, (0,), output)
+        else:
+            found = tuned.serve_rows("all_gatherv", "all_gather_v", xs, sizes, output)
     return original(self, *args, **kwargs) if found is None else found
 
 
@@ -103,7 +104,8 @@ def reduce_scatterv(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     if are_equal(sizes):
         found = _one(self, "reduce_scatterv", "reduce_scatter", x, ("sum", 0), output)
     elif (tuned := getattr(self, "tuned", None)) is not None:
-        tuned.pass_on("reduce_scatterv", "shares of different sizes")
+        served = tuned.serve_rows("reduce_scatterv", "reduce_scatter_v", [x], sizes, output)
+        found = None if served is None else served[0]
     return original(self, *args, **kwargs) if found is None else found
 
 

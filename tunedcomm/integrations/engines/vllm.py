@@ -97,9 +97,11 @@ class ServesCollectives(_Base):  # type: ignore[misc]
     def _gather(self, xs: list[torch.Tensor], dim: int, sizes: list[int] | None) -> list[torch.Tensor] | None:
         if self.tuned is None:
             return None
-        if dim != 0 or not are_equal(sizes):
-            self.tuned.pass_on("all_gatherv", "shares of different sizes")
+        if dim != 0:
+            self.tuned.pass_on("all_gatherv", f"shares of dimension {dim}")
             return None
+        if sizes is not None and not are_equal(sizes):
+            return self.tuned.serve_rows("all_gatherv", "all_gather_v", xs, sizes)
         return self.tuned.serve("all_gatherv", "all_gather", xs, (0,))
 
     def _scatter(
@@ -112,8 +114,11 @@ class ServesCollectives(_Base):  # type: ignore[misc]
     ) -> torch.Tensor | None:
         dim %= max(x.dim(), 1)
         # Along later dimensions vLLM's result is another: it moves the first one there, not that one to the front.
+        if self.tuned is not None and sizes is not None and not are_equal(sizes) and dim == 0:
+            found = self.tuned.serve_rows(call, "reduce_scatter_v", [x], sizes, output)
+            return None if found is None else found[0]
         if self.tuned is not None and (not are_equal(sizes) or dim > (output is None)):
-            self.tuned.pass_on(call, f"shares of different sizes, or of dimension {dim}")
+            self.tuned.pass_on(call, f"shares of dimension {dim}")
             return None
         return self._one(call, "reduce_scatter", x, ("sum", dim), output)
 

@@ -30,6 +30,7 @@ _TUPLES = {
     **dict.fromkeys(("ids_peers", "weights_peers"), MAX_WORLD_SIZE - 1),
     **dict.fromkeys(("send_from", "send_bytes", "recv_to", "recv_bytes"), MAX_WORLD_SIZE - 1),
     **dict.fromkeys(("shape", "scale_strides"), 2),
+    **dict.fromkeys(("row_counts", "tensors_from", "tensors_to", "tensor_bytes"), MAX_WORLD_SIZE),
 }
 _MAX_THREADS_PER_SM = 2048
 _MAX_BLOCKS_PER_SM = 32

@@ -455,6 +455,16 @@ def all_gather_single() -> Any:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def together(group: Any, device: Any) -> Any:
+    """A block whose calls NCCL makes as one; gloo makes them one by one."""
+    import contextlib
+
+    from torch.distributed import distributed_c10d
+
+    manager: Any = distributed_c10d._coalescing_manager
+    return manager(group, device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def reduce_scatter_single() -> Any:
     """The function that reduces one tensor and leaves each rank its share."""
     import torch.distributed as dist

@@ -152,6 +152,9 @@ def offsets_of(counts: torch.Tensor, problem: Problem, bound: int, alignment: in
     return torch.nn.functional.pad(aligned.cumsum(-1), (1, 0))
 
 
+CLAMPED = 1 << 62  # code of counts outside of their bound; their number is added
+
+
 class Overflow:
     """The last overflow of a group that has not been raised yet.
 
@@ -209,13 +212,21 @@ class Overflow:
         Raises:
             PeerTimeoutError: a kernel gave up waiting.
             CapacityError: an expert was sent more tokens than it had room for.
-            UnsupportedInputError: `topk_ids` named an expert that does not exist, or `expert_out` lacked rows in use.
+            UnsupportedInputError: `topk_ids` named an expert that does not exist, `expert_out` lacked rows in use, or
+                counts of rows were outside of their bound.
         """
         if not self._view[0] and not self._view[2]:
             return
         peers.check_peers()
         code, bound = self._view[:2] if self._view[0] else self._view[2:]
         self.clear()
+        if code >= CLAMPED:
+            refusal = UnsupportedInputError(
+                f"{code - CLAMPED} counts of an earlier all_gather_v or reduce_scatter_v were not within 0 and "
+                f"max_count={bound}; the rows beyond were left out. Pass a larger max_count on every rank"
+            )
+            refusal.ends_group = self._kept.is_cuda  # on CPUs every rank raises in the same call
+            raise refusal
         if code < 0:
             raise UnsupportedInputError(
                 f"topk_ids of ep_dispatch named experts that do not exist, {-code} times or more on all ranks; ids are "
