@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from tunedcomm.db import unreached
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import Layer, all_layers, is_absent, named_layers, note_made, writable_database
 from tunedcomm.db.misses import Note
@@ -39,7 +40,9 @@ from tunedcomm.selection.snapshot import Check
 from tunedcomm.spec import Candidate, Mode, NumericsPolicy, Problem, get_op, why_no_kernel
 
 if TYPE_CHECKING:  # the tuner's import takes tenths of a second; a start with nothing to tune does without it
-    from tunedcomm.tuner.gang.protocol import Command, TrialResult
+    from tunedcomm.kernels.common.launch import CompileRequest
+    from tunedcomm.tuner.gang.protocol import Command, Settings, TrialResult
+    from tunedcomm.tuner.search.coordinator import Coordinator
     from tunedcomm.tuner.search.knowledge import Knowledge
     from tunedcomm.tuner.verify import Winner
 
@@ -50,6 +53,8 @@ COMMAND = "tunedcomm.autotune"
 _READY, _LEFT = "ready", "left"
 # Check of stored winners: its time limit in seconds, and the tolerated slowdown of a winner.
 _CHECK_S, _TOLERANCE = 0.8, 0.25
+# Time limit of compiling before the budget begins, in seconds.
+_COMPILE_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +86,13 @@ class Autotune:
         seconds: duration of the tuning, from the end of the block on.
     """
 
-    def __init__(self, communicator: Communicator, budget_s: float, *, plugins: bool) -> None:
+    def __init__(
+        self, communicator: Communicator, budget_s: float, *, compile_s: float = _COMPILE_S, plugins: bool = False
+    ) -> None:
         self.results: tuple[Tuned, ...] = ()
         self.num_problems, self.num_trials, self.seconds = 0, 0, 0.0
-        self.communicator, self._budget_s, self._plugins = communicator, budget_s, plugins
+        self.communicator, self._plugins = communicator, plugins
+        self._budget_s, self._compile_s = budget_s, compile_s
         self._outer: dict[Problem, Note] | None = None
 
     def __str__(self) -> str:
@@ -133,31 +141,30 @@ class Autotune:
         begin, communicator = time.monotonic(), self.communicator
         if communicator.rank == 0:
             problems = {p: policy for p, policy in problems.items() if is_open(communicator, p, policy)}
+            spent_s = unreached.budgets(communicator.environment) if problems else {}
+            left_out = [p for p in problems if spent_s.get(p, 0.0) >= self._budget_s]
+            if left_out:
+                warn_once(
+                    f"autotune leaves out {plural(len(left_out), 'problem')} that an earlier start did not tune within "
+                    f"{self._budget_s:g} s; raise its budget, or run `tunedcomm tune`"
+                )
+            problems = {p: policy for p, policy in problems.items() if p not in left_out}
         if agreed := agree_on_work(communicator, problems):
             self._tune(agreed, begin)
 
     def _tune(self, problems: dict[Problem, NumericsPolicy], begin: float) -> None:
-        from tunedcomm.tuner.in_job import JobStrategy, in_order, job_settings, run_in_job
-        from tunedcomm.tuner.search.coordinator import Coordinator
+        from tunedcomm.tuner.in_job import compile_together, job_settings, run_in_job
 
         communicator = self.communicator
         before = {problem: decision_on(communicator, problem, policy) for problem, policy in problems.items()}
         options = job_settings(communicator.limits, problems, max(*problems.values(), "default", key=POLICIES.index))
-        search = None
-        if communicator.rank == 0:
-            left_s = self._budget_s - (time.monotonic() - begin)
-            stored = user_trials(problems)
-            known = {p: [c for c in (d.candidate, d.runner_up) if c] if d else [] for p, d in before.items()}
-            guesses = {problem: known[problem] for problem in in_order(list(problems), left_s)}
-            search = Coordinator(
-                guesses,
-                options,
-                strategy=JobStrategy(options, guesses, plugins=self._plugins),
-                source_hash=source_hash_of,
-                stored=stored,
-                seconds_left=left_s,
-            )
-        progress = _Progress(self._budget_s)
+        progress = _Progress(self._budget_s, self._compile_s)
+        search, binaries = self._plan(before, options) if communicator.rank == 0 else (None, ())
+        if options.backend == "cuda":
+            capability = communicator.environment.compute_capability
+            compile_together(communicator, binaries, capability, self._compile_s, progress.show_compiling)
+        if search is not None:
+            search.start_clock()
         run_in_job(communicator, options, search, on_result=progress.show)
         progress.close()
         trials = [] if search is None else [trial for trial, _ in search.unstored]
@@ -176,8 +183,32 @@ class Autotune:
                 then = None if was is None else was.candidate
                 was_us = times.get((problem, then))
                 results.append(Tuned(problem, then, now.candidate, was_us, now.latency_us, now.library_us))
+        if communicator.rank == 0:
+            unreached.note(communicator.environment, [p for p in problems if p not in tuned], self._budget_s)
         self.results, self.seconds = tuple(results), time.monotonic() - begin
         logger.info("tuned %d problems in %.1f s with %d trials", len(results), self.seconds, self.num_trials)
+
+    def _plan(
+        self, before: Mapping[Problem, Decision | None], options: Settings
+    ) -> tuple[Coordinator, Collection[CompileRequest]]:
+        """The search, and the binaries that it launches first."""
+        from tunedcomm.tuner.in_job import JobStrategy
+        from tunedcomm.tuner.search.coordinator import Coordinator
+        from tunedcomm.tuner.search.knowledge import Knowledge
+
+        communicator, stored = self.communicator, user_trials(before)
+        guesses = {p: [c for c in (d.candidate, d.runner_up) if c] if d else [] for p, d in before.items()}
+        strategy = JobStrategy(options, guesses, plugins=self._plugins)
+        search = Coordinator(
+            guesses,
+            options,
+            strategy=strategy,
+            source_hash=source_hash_of,
+            stored=stored,
+            seconds_left=self._budget_s,
+        )
+        known = Knowledge(guesses, communicator.environment, communicator.limits, source_hash_of, stored=stored)
+        return search, strategy.first_binaries(known) if options.backend == "cuda" else ()
 
 
 def agree_on_work(communicator: Communicator, problems: dict[Problem, NumericsPolicy]) -> dict[Problem, NumericsPolicy]:
@@ -263,23 +294,32 @@ def store(trials: Sequence[Trial], command: str, folder: Path) -> list[Layer] | 
 class _Progress:
     """One line on the terminal, rewritten with every trial; nothing if standard error is no terminal."""
 
-    def __init__(self, budget_s: float) -> None:
+    def __init__(self, budget_s: float, compile_s: float) -> None:
         self.num_trials = 0
-        self._budget_s, self._begin_s = budget_s, time.monotonic()
+        self._budget_s, self._compile_s, self._begin_s = budget_s, compile_s, time.monotonic()
+
+    def show_compiling(self, done: int, wanted: int) -> None:
+        """Show how many binaries are compiled."""
+        filled = 20 * done // wanted
+        self._print(self._compile_s, f"compiling [{'#' * filled}{' ' * (20 - filled)}] {done} of {wanted}")
 
     def show(self, command: Command, result: TrialResult) -> None:
         """Show a trial that ended."""
+        if not self.num_trials:
+            self._begin_s = time.monotonic()
         self.num_trials += 1
+        time_us = f" {format_us(result.latency.p50_us)} µs" if result.latency else ""
+        outcome = f"{command.problem}: {command.candidate} {result.status}{time_us}"
+        self._print(self._budget_s, f"trial {self.num_trials}, {outcome}")
+
+    def _print(self, bound_s: float, what: str) -> None:
         if sys.stderr.isatty():
-            took_s = time.monotonic() - self._begin_s
-            time_us = f" {format_us(result.latency.p50_us)} µs" if result.latency else ""
-            outcome = f"{command.problem}: {command.candidate} {result.status}{time_us}"
-            text = f"tunedcomm: {took_s:.1f} of {self._budget_s:g} s, trial {self.num_trials}, {outcome}"
+            text = f"tunedcomm: {time.monotonic() - self._begin_s:.1f} of {bound_s:g} s, {what}"
             print(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the line."""
-        if self.num_trials and sys.stderr.isatty():
+        if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
@@ -287,6 +327,7 @@ def autotune(
     problems: Iterable[Problem] | None = None,
     *,
     budget_s: float = 3.0,
+    compile_s: float = _COMPILE_S,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     plugins: bool = False,
@@ -301,7 +342,11 @@ def autotune(
     candidates, its clock ends the search, and the slowest rank's time counts. Each candidate passes the check of
     `tunedcomm tune` before it is timed; a wait of its launches ends after 2 s. A candidate that hangs, raises or is
     wrong is recorded as such on all ranks, and the group goes on. Winners take effect at once, in graphs that are
-    captured from then on. Rank 0 stores all trials in the user database, so that the next start has nothing to tune.
+    captured from then on. Rank 0 stores all trials in the user database, so that the next start has nothing to tune;
+    what the budget did not reach is noted beside it and tried again only with a larger budget.
+
+    On GPUs the candidates that come first are compiled before the budget begins, by processes of the first rank of each
+    host. The most wanted problems come first, and each problem gets one candidate before any gets a second one.
 
     Do not call this while a graph is captured. Tuning waits for earlier work on the GPU. Trials run on streams of their
     own. They take as much symmetric memory as the group has (`TUNEDCOMM_WORKSPACE_MIB`), and several copies of a
@@ -309,7 +354,8 @@ def autotune(
 
     Args:
         problems: tune these problems, most wanted first; None: return a block.
-        budget_s: time limit of the tuning in seconds, by rank 0's clock.
+        budget_s: time limit of the trials in seconds, by rank 0's clock.
+        compile_s: time limit of compiling before them; 0: candidates are compiled as they are tried.
         group: process group, by default the default group. Calls on other groups are not noted.
         device: device of the tensors; by default the current CUDA device, or the CPU where there is none.
         plugins: try variants of other packages, too. A variant whose waits have no bound can hang the job.
@@ -319,14 +365,17 @@ def autotune(
 
     Raises:
         TuningError: a graph is being captured, or a rank did not come within TUNEDCOMM_PEER_TIMEOUT_S.
-        UnsupportedInputError: `budget_s` is no number of seconds, or no call on the group has one of the problems.
+        UnsupportedInputError: `budget_s` or `compile_s` is no number of seconds, or no call on the group has one of the
+            problems.
         NotInitializedError, GroupError: see `get_communicator`.
 
     An exception in the block passes on, and nothing is tuned on any rank.
     """
-    if not isinstance(budget_s, (int, float)) or isinstance(budget_s, bool) or not 0 < budget_s < math.inf:
-        raise UnsupportedInputError(f"budget_s={budget_s!r} is no number of seconds; pass one above 0")
-    made = Autotune(get_communicator(group, device), budget_s, plugins=plugins)
+    for name, seconds in (("budget_s", budget_s), ("compile_s", compile_s)):
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not is_number or not 0 <= seconds < math.inf or (name == "budget_s" and not seconds):
+            raise UnsupportedInputError(f"{name}={seconds!r} is no number of seconds; pass one above 0")
+    made = Autotune(get_communicator(group, device), budget_s, compile_s=compile_s, plugins=plugins)
     if problems is not None:
         unique = dict.fromkeys(problems)
         for problem in unique:
@@ -383,7 +432,7 @@ def after_warmup(group: dist.ProcessGroup, device: torch.device) -> None:
         return
     communicator.noted = None
     if isinstance(wanted, float):
-        tuned = Autotune(communicator, wanted, plugins=False)
+        tuned = Autotune(communicator, wanted)
         tuned.tune(most_wanted(noted))
         if communicator.rank == 0 and tuned.num_trials:
             print(f"tunedcomm: {tuned.summary}", file=sys.stderr)

@@ -19,10 +19,12 @@ from planted_in_job import STATUS, plant
 import tunedcomm
 from tunedcomm import kernels, spec
 from tunedcomm.db.store import Database
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Limits, Problem
+from tunedcomm.tuner.in_job import compile_together
 
 WORLD_SIZE = 2
 SIZES = (1000, 3500)
+GPU = Limits("cuda", 132, False, 512, 64 << 20, 4 << 20, 32 << 20, panel_bytes=1 << 30)
 
 
 def call(*sizes: int) -> None:
@@ -117,9 +119,40 @@ def test_bad_arguments_are_refused(rank: int) -> None:
     for budget_s in (0, -1.0, float("nan"), float("inf"), "3", True):
         with pytest.raises(tunedcomm.UnsupportedInputError, match="budget_s"):
             tunedcomm.autotune(budget_s=budget_s)  # type: ignore[arg-type]
+        with pytest.raises(tunedcomm.UnsupportedInputError, match="compile_s"):
+            tunedcomm.autotune(compile_s=budget_s or -1.0)  # type: ignore[arg-type]
     other = Problem("all_reduce", (64,), "float32", WORLD_SIZE + 1, mode="eager")
     with pytest.raises(tunedcomm.UnsupportedInputError):
         tunedcomm.autotune([other])
+
+
+def test_a_problem_that_the_budget_did_not_reach_waits_for_a_larger_one(rank: int) -> None:
+    folder = Path(os.environ["TEST_FOLDER"], f"databases{rank}")
+    folder.mkdir()
+    os.environ["TUNEDCOMM_DB"] = str(folder / "tuned.db")
+    tunedcomm.release_communicators()
+    wanted = [problem_of(numel) for numel in (1100, 2100)]
+    runs = [tunedcomm.autotune(wanted, budget_s=seconds) for seconds in (1e-4, 1e-4, 20.0, 20.0)]
+    assert [len(run.results) for run in runs] == [0, 0, 2, 0]
+    assert [run.num_problems for run in runs] == [2, 0, 2, 0]
+    assert all(source_of(problem.numel) == "exact" for problem in wanted)
+    assert (folder / "unreached.jsonl").exists() == (rank == 0)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(3, id="three")])
+def test_binaries_get_into_the_cache_of_every_rank(rank: int, world_size: int) -> None:
+    folder = Path(os.environ["TEST_FOLDER"], "cache of rank 2" if rank == 2 else "cache")
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    problem = Problem("all_reduce", (1 << 16,), "bfloat16", 2)
+    variant = spec.get_variant("all_reduce", "one_shot")
+    requests = list(variant.compile_requests(problem, variant.space.validate(variant.default_config(problem, GPU))))
+    communicator = tunedcomm.get_communicator()
+    compile_together(communicator, requests if rank == 0 else (), 90, 120.0)
+    assert len(list(folder.rglob("*.cubin"))) == len(set(requests)) > 0
+    assert not list(folder.glob("*.tunedcomm"))
+    begin = time.perf_counter()
+    compile_together(communicator, requests, 90, 0.0)
+    assert time.perf_counter() - begin < 5.0
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(3, id="three")])

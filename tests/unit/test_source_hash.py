@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -231,3 +232,26 @@ def test_the_same_under_every_python(tmp_path: Path) -> None:
         for path in starts
     }
     assert len(set(hashes.values())) == 1, hashes
+
+
+def test_own_hashes_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> dict[str, str]:
+        kept.cache_clear()
+        return kernels.source_hashes()
+
+    kept = sys.modules["tunedcomm.kernels.common.source_hash"]._kept
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        computed = start()
+        (file,) = (tmp_path / "tunedcomm").iterdir()
+        held = json.loads(file.read_text())
+        planted = {**held, "hashes": dict.fromkeys(held["hashes"], "kept")}
+        file.write_text(json.dumps(planted))
+        assert "kept" in start().values()
+        for text in ("", "[]", "{}", json.dumps({**planted, "state": "of other sources"})):
+            file.write_text(text)
+            assert start() == computed
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+        assert start() == computed
+    finally:
+        kept.cache_clear()

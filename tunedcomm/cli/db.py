@@ -691,6 +691,55 @@ def _cluster_file(cluster: str, out: str | None, form: FileFormat) -> Path:
         raise bad_usage("--cluster", str(error)) from None
 
 
+def db_compile(
+    *,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File or URL of a cluster's database; by default every layer.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="SM", help="GPUs to compile for, e.g. sm_90; by default all in the databases.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile the winners' binaries into Triton's cache, which TRITON_CACHE_DIR names; needs no GPU.
+
+    A start that finds them there compiles nothing but C launchers, which Triton 3.6 builds for each kernel. Exit code
+    1: a kernel did not compile, or the databases hold no winners for the GPUs.
+
+    Example: TRITON_CACHE_DIR=/shared/tunedcomm/triton tunedcomm db compile --cluster /shared/tunedcomm/h200-prod.db
+    """
+    from tunedcomm.kernels.common import binaries
+    from tunedcomm.tuner.binaries import compile_winners
+
+    capability = None if target is None else re.fullmatch(r"(?:sm_?)?(\d{2,3})a?", target)
+    if target is not None and capability is None:
+        raise bad_usage("--target", f"{target!r} is not a GPU generation such as sm_90")
+
+    def show_progress(done: int, wanted: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done} of {wanted} binaries compiled", end="", file=sys.stderr, flush=True)
+
+    try:
+        done = compile_winners(read_layers(cluster), int(capability[1]) if capability else None, show_progress)
+    except OSError as error:
+        raise bad_usage("TRITON_CACHE_DIR", f"{error}; name a directory that can be written") from None
+    folder = str(binaries.folder())
+    text = [
+        f"sm_{one.compute_capability}: {one.num_binaries - len(one.errors)} of {one.num_binaries} binaries "
+        f"of {plural(one.num_winners, 'winner')}"
+        for one in done
+    ]
+    for said in [said for one in done for said in one.errors]:
+        note(said)
+    none = "no winners for GPUs are stored" + (f" for {target}" if target else "")
+    found = [jsonable(one) for one in done]
+    show(
+        {"folder": folder, "targets": found}, [*(text or [none]), f"export TRITON_CACHE_DIR={folder}"], as_json=as_json
+    )
+    if not done or any(one.errors for one in done):
+        raise typer.Exit(1)
+
+
 def db_import(
     sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Files of JSON lines, SQLite files or URLs.")],
     *,

@@ -327,6 +327,22 @@ def check_packages() -> Iterator[Line]:
     yield from found or [Line("variants", "ok", f"no other package brings any (entry points {plugins.GROUP})")]
 
 
+def check_binaries() -> Iterator[Line]:
+    """Binaries that `tunedcomm db compile` left in Triton's cache, if any."""
+    import torch
+
+    from tunedcomm import kernels
+    from tunedcomm.kernels.common import binaries
+
+    _discover()
+    if targets := binaries.targets():
+        held, why = f"{binaries.folder()} has those of {', '.join(targets)}", None
+        if torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            why = binaries.misfit(10 * major + minor, kernels.source_hashes())
+        yield Line("binaries", "warn" if why else "ok", why or held)
+
+
 def check_variables() -> Iterator[Line]:
     """Environment variables that are set: valid, invalid, unknown."""
     from tunedcomm.spec import ops, variants
@@ -478,6 +494,7 @@ CHECKS: tuple[Callable[[], Iterator[Line]], ...] = (
     check_databases,
     check_this_machine,
     check_packages,
+    check_binaries,
     check_variables,
 )
 

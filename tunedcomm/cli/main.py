@@ -87,7 +87,7 @@ class _DatabaseVerbs(LazyGroup):
     verbs: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("list", "show", "stats", "pin", "unpin", "check"), "db"),
         "verify": "tune",
-        **dict.fromkeys(("prune", "upgrade", "export", "import", "merge", "diff"), "db"),
+        **dict.fromkeys(("prune", "upgrade", "export", "compile", "import", "merge", "diff"), "db"),
     }
 
 

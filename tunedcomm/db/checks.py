@@ -8,13 +8,11 @@ counts as failed: whatever ended that process shall not end the next one, too. I
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 from typing import Any, get_args
 
 from tunedcomm.db.engine import warn_once
-from tunedcomm.db.misses import MAX_BYTES, MAX_LINE, beside_user_database, opened, write_lines
+from tunedcomm.db.misses import beside_user_database, lines_with, write_lines
 from tunedcomm.db.records import canonical_json, parse_problem, text_of
 from tunedcomm.errors import ConfigError, DatabaseAccessError
 from tunedcomm.hardware import Environment, kernel_identity, process_start, this_process
@@ -38,7 +36,7 @@ def with_checks(snapshot: Snapshot) -> Snapshot:
 def _read(environment: Environment, world_size: int) -> tuple[Check, ...]:
     """The checks of an environment and of groups of this size, oldest first."""
     found: dict[Any, Check] = {}
-    for line in _lines(environment.digest.encode("ascii")):
+    for line in _lines(environment.digest):
         try:
             data: dict[str, Any] = json.loads(line)
             if data["environment"] == environment.digest and (check := _parse(data)) is not None:
@@ -63,14 +61,11 @@ def store_check(environment: Environment, check: Check) -> None:
         _unwritten.setdefault(environment.digest, []).append(check)
 
 
-def _lines(token: bytes) -> list[bytes]:
+def _lines(token: str) -> list[bytes]:
     """The lines that contain `token`."""
-    try:
-        with opened(beside_user_database(_NAME), os.O_RDONLY, fcntl.LOCK_SH) as file:
-            lines = os.pread(file, 2 * MAX_BYTES, 0).splitlines()
-            return [line for line in lines if token in line and len(line) <= MAX_LINE]
-    except (OSError, DatabaseAccessError):
-        return []
+    with contextlib.suppress(DatabaseAccessError):
+        return lines_with(token, beside_user_database(_NAME))
+    return []
 
 
 def _parse(data: dict[str, Any]) -> Check | None:

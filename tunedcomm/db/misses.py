@@ -148,6 +148,16 @@ def write_lines(path: Path, lines: Iterable[bytes], *, smaller: str) -> None:
                 raise OSError("no space left for a whole line")
 
 
+def lines_with(token: str, path: Path) -> list[bytes]:
+    """The lines of a file that contain an ASCII `token`; none if it cannot be read."""
+    try:
+        with opened(path, os.O_RDONLY, fcntl.LOCK_SH) as file:
+            lines = os.pread(file, 2 * MAX_BYTES, 0).splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if token.encode("ascii") in line and len(line) <= MAX_LINE]
+
+
 @contextlib.contextmanager
 def opened(path: Path, flags: int, lock: int) -> Iterator[int]:
     """A regular file, open and locked."""

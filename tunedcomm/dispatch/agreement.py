@@ -18,7 +18,7 @@ from tunedcomm.db.engine import warn_once
 from tunedcomm.errors import AgreementError, WorkspaceError
 from tunedcomm.kernels.common import sync
 from tunedcomm.selection.snapshot import gc_paused
-from tunedcomm.spec import NumericsPolicy, ops, variants
+from tunedcomm.spec import NumericsPolicy
 from tunedcomm.symm.buffer import by_reason
 from tunedcomm.symm.exchange import exchange, timeout_s_of
 
@@ -29,7 +29,7 @@ policies: list[NumericsPolicy] = []
 
 def _source_hashes() -> dict[str, str]:
     with gc_paused():
-        return {f"{v.op}.{v.name}": kernels.source_hash(v) for op in ops() for v in variants(op).values()}
+        return kernels.source_hashes()
 
 
 @dataclass(frozen=True, slots=True)

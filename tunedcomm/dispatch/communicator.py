@@ -64,6 +64,7 @@ from tunedcomm.errors import (
     WrongResultError,
 )
 from tunedcomm.hardware import HARD_FIELDS, Environment, Sight, detect, kernel_identity, put_together, sight
+from tunedcomm.kernels.common import binaries
 from tunedcomm.kernels.common.launch import within
 from tunedcomm.kernels.moe.op import Overflow
 from tunedcomm.selection.snapshot import Snapshot
@@ -145,6 +146,10 @@ class Communicator:
             self._make_state()
             self.nan_watch = NanWatch(device, self.rank) if self.settings.nan_check else None
             self.snapshot = self._agree_on_snapshot()
+            reads_binaries = device.type == "cuda" and self.nodes.index(self.nodes[self.rank]) == self.rank
+            capability, sources = self.environment.compute_capability, self.settings.sources
+            if reads_binaries and (why := binaries.misfit(capability, sources)):
+                warn_once(why)
             self.noted: dict[Problem, Note] | None = {} if self.settings.autotune else None
 
     def _make_state(self, *, for_kernels: bool = True) -> None:

@@ -13,11 +13,11 @@ import pkgutil
 import sys
 from pathlib import Path
 
-from tunedcomm.kernels.common.source_hash import source_hash
+from tunedcomm.kernels.common.source_hash import keep_hashes, source_hash
 from tunedcomm.kernels.plugins import load_plugins
-from tunedcomm.spec import find_variant
+from tunedcomm.spec import find_variant, ops, variants
 
-__all__ = ["discover", "source_hash", "source_hash_of"]
+__all__ = ["discover", "source_hash", "source_hash_of", "source_hashes"]
 
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of the driver on Linux, and under Windows
 
@@ -69,6 +69,13 @@ def source_hash_of(op: str, variant: str) -> str | None:
     """Hash of the variant's kernels as they are now; None if there is no such variant."""
     found = find_variant(op, variant)
     return None if found is None else source_hash(found)
+
+
+def source_hashes() -> dict[str, str]:
+    """`OP.VARIANT` to source hash of everything that is registered; keeps new hashes for the next start."""
+    found = {f"{each.op}.{each.name}": source_hash(each) for op in ops() for each in variants(op).values()}
+    keep_hashes()
+    return found
 
 
 _choose_interpreter()

@@ -8,31 +8,40 @@ No supervisor can kill this gang, so three rules replace it:
 - Votes and commands go through a gloo group that is made for the tuning and destroyed after it.
 - Only variants of this package are tried unless the caller asks for others, whose waits may have no bound.
 
-The search is short. Every problem gets an even share of the time, begins with guesses from all that is known, goes on
-among the neighbours of its best candidate, and has its own finals while its tensors exist.
+What searches begin with is compiled before the clock of the budget runs (`compile_together`). The search is short, and
+breadth first: every problem gets one candidate besides the library, the most wanted problem first, before any gets a
+second one. The time left is then shared out evenly. A search begins with guesses from all that is known, goes on among
+the neighbours of its best candidate, and is followed by its own finals while its tensors exist.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import os
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.launches import no_intercept
+from tunedcomm.kernels.common.launch import CompileRequest, is_compiled
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_op, get_variant
 from tunedcomm.state import clean_process
 from tunedcomm.symm.nodes import make_subgroup
 from tunedcomm.tuner.gang.group import Gang
 from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
+from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
+from tunedcomm.tuner.measure.correctness import odd_problems
 from tunedcomm.tuner.measure.trial import TrialRunner
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.knowledge import Knowledge, is_library
 from tunedcomm.tuner.search.strategy import Strategy
-from tunedcomm.tuner.search.study import LocalSearch, default_candidates, families
+from tunedcomm.tuner.search.study import LocalSearch, default_candidates
 
 # Longest wait of a trial's launch for a peer.
 PEER_TIMEOUT_S = 2.0
@@ -50,8 +59,9 @@ _ROUND_BUDGET_US = 100_000.0
 _FULL_CHECK_BYTES = {"cuda": math.inf, "host": 2 << 20}
 # The estimate of a first trial's time is constant up to this size, and grows with the size beyond.
 _SMALL_BYTES = {"cuda": 64 << 20, "host": 1 << 20}
-# Seconds for each problem. As many problems as the budget holds are searched from small to large messages.
-_LEAST_S = 0.2
+# Processes that compile on a host, at most, and the seconds between two reports of their progress.
+_MOST_WORKERS = 8
+_REPORT_S = 0.25
 
 
 def job_settings(limits: Limits, problems: Collection[Problem], policy: NumericsPolicy) -> Settings:
@@ -84,19 +94,8 @@ def is_own(candidate: Candidate) -> bool:
     return str(module).startswith("tunedcomm.")
 
 
-def in_order(problems: Sequence[Problem], budget_s: float) -> list[Problem]:
-    """The order to search problems in; `problems` begin with the most wanted one.
-
-    First come as many as fit into the budget, family by family and from small to large messages, so that each search
-    begins with the winners of the size next to it. The other problems follow.
-    """
-    fitting = max(1, int(budget_s / _LEAST_S))
-    parts = (problems[:fitting], problems[fitting:])
-    return [problem for part in parts for family in families(part) for problem in family]
-
-
 class JobStrategy(Strategy):
-    """The answers of a short search: one problem after another, each with its own finals.
+    """The answers of a short search: problems in the order of `guesses`, each with its own finals.
 
     Args:
         settings: of the search.
@@ -120,11 +119,8 @@ class JobStrategy(Strategy):
         return [c for c in super().space(problem, known) if self._plugins or is_library(c) or is_own(c)]
 
     def seeds(self, problem: Problem, known: Knowledge, searched: Collection[Problem]) -> list[Candidate]:
-        """Guesses, then the variants' default configs, in the order of the variants' times near this size.
-
-        Where a default did not win next to this size, the winner's config comes second.
-        """
-        near = _near(problem, searched)
+        """Guesses, the winner of the nearest size measured, and defaults in the order of their variants' times near."""
+        near = _near(problem, (p for p in self._guesses if p != problem and known.fastest(p, 1)))
         behind = _behind(near, known)
 
         def slowdown(candidate: Candidate) -> float:
@@ -132,11 +128,22 @@ class JobStrategy(Strategy):
 
         usual = default_candidates(problem, known.limits)
         defaults = sorted((c for c in usual if slowdown(c) <= _FAR_BEHIND), key=slowdown)
-        winners: list[Candidate] = []
-        for other in near[:1]:
-            usual = default_candidates(other, known.limits)
-            winners = [c for c in known.fastest(other, 1, self._settings.policy) if c not in usual]
+        winners = [c for other in near[:1] for c in known.fastest(other, 1, self._settings.policy)]
         return [*self._guesses[problem], *defaults[:1], *known.feasible(problem, winners), *defaults[1:]]
+
+    def first_binaries(self, known: Knowledge) -> dict[CompileRequest, None]:
+        """What the searches launch first, in their order: one candidate of each problem in turn."""
+        turns = itertools.zip_longest(*(self._first(problem, known) for problem in self._guesses))
+        found: dict[CompileRequest, None] = {}
+        for problem, candidate in (pair for turn in turns for pair in turn if pair is not None):
+            variant = get_variant(candidate.op, candidate.variant)
+            for shape in (problem, *odd_problems(get_op(problem.op), problem)):  # checks launch at the odd shapes
+                found |= dict.fromkeys(variant.compile_requests(shape, candidate.config_dict))
+        return found
+
+    def _first(self, problem: Problem, known: Knowledge) -> list[tuple[Problem, Candidate]]:
+        space = set(self.space(problem, known))
+        return [(problem, c) for c in dict.fromkeys(self.seeds(problem, known, ())) if c in space]
 
     def finalists(self, family: Sequence[Problem], known: Knowledge) -> Iterator[tuple[Problem, list[Candidate]]]:
         """The best few candidates, where they are too close to tell apart by one look."""
@@ -161,14 +168,14 @@ class JobStrategy(Strategy):
         self._first_s.setdefault(problem, seconds)
 
 
-def _near(problem: Problem, searched: Collection[Problem]) -> list[Problem]:
-    """Searched problems of the family that are at most `_NEAR` times smaller or larger, the nearest first."""
+def _near(problem: Problem, measured: Iterable[Problem]) -> list[Problem]:
+    """Measured problems of the family that are at most `_NEAR` times smaller or larger, the nearest first."""
 
     def distance(other: Problem) -> float:
         sizes = [get_op(p.op).message_bytes(p) + 1 for p in (problem, other)]
         return max(sizes) / min(sizes)
 
-    return sorted((p for p in searched if p.family == problem.family and distance(p) <= _NEAR), key=distance)
+    return sorted((p for p in measured if p.family == problem.family and distance(p) <= _NEAR), key=distance)
 
 
 def _behind(near: Iterable[Problem], known: Knowledge) -> dict[str, float]:
@@ -181,6 +188,66 @@ def _behind(near: Iterable[Problem], known: Knowledge) -> dict[str, float]:
                 times[trial.variant] = min(trial.latency_p50_us, times.get(trial.variant, math.inf))
         found = {variant: us / min(times.values()) for variant, us in times.items()} | found
     return found
+
+
+@contextlib.contextmanager
+def control_group(communicator: Communicator) -> Iterator[dist.ProcessGroup]:
+    """A gloo group of the communicator's ranks, for votes and commands; collective. Nothing is intercepted inside."""
+    name = communicator.exchange(f"tunedcomm-{uuid.uuid4().hex}")[0]
+    control = make_subgroup(communicator.group, range(communicator.world_size), name, "cpu")
+    try:
+        with no_intercept():
+            yield control
+    finally:
+        dist.destroy_process_group(control)
+
+
+def compile_together(
+    communicator: Communicator,
+    requests: Iterable[CompileRequest],
+    compute_capability: int,
+    seconds: float,
+    on_progress: Callable[[int, int], None] = lambda done, wanted: None,
+) -> None:
+    """Compile binaries into the Triton caches of all ranks; collective over the group.
+
+    The first rank of each host compiles for all, and a rank that does not see that rank's cache directory for itself.
+    The others wait in a group of their own, to which no peer time-out applies.
+
+    Args:
+        requests: rank 0's, the most wanted first.
+        seconds: rank 0's time limit. A binary that is not compiled then is compiled when it is bound.
+        on_progress: called on ranks that compile, with the number of binaries done and wanted.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    target, folder = GPUTarget("cuda", compute_capability, 32), Path(triton.knobs.cache.dir)
+    node = communicator.nodes[communicator.rank]
+    first = communicator.nodes.index(node)
+    with control_group(communicator) as control:
+        gang = Gang(control, communicator)
+        requests, seconds = gang.gather((list(requests), seconds))[0]
+        token = folder / f"{gang.gather(uuid.uuid4().hex)[first]}.tunedcomm"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if gang.rank == first:
+                token.touch()
+        gang.barrier()
+        wanted: list[CompileRequest] = []
+        if (gang.rank == first or not token.exists()) and os.access(folder, os.W_OK):
+            wanted = [request for request in requests if not is_compiled(request, target)]
+        everyone = zip(gang.gather(bool(wanted)), communicator.nodes, strict=True)
+        if wanted and seconds > 0:
+            share = max(1, num_workers(_MOST_WORKERS) // sum(compiles for compiles, place in everyone if place == node))
+            with contextlib.closing(CompilePool(share)) as pool:
+                pool.submit(wanted, compute_capability)
+                end_s = time.monotonic() + seconds
+                while not pool.drain(_REPORT_S) and time.monotonic() < end_s:
+                    on_progress(len(pool.outcomes()), len(wanted))
+        gang.barrier()
+        if gang.rank == first:
+            token.unlink(missing_ok=True)
 
 
 def run_in_job(
@@ -202,17 +269,8 @@ def run_in_job(
     Raises:
         RuntimeError: a rank is gone, or the library does not run.
     """
-    control = make_subgroup(
-        communicator.group,
-        range(communicator.world_size),
-        communicator.exchange(f"tunedcomm-{uuid.uuid4().hex}")[0],
-        "cpu",
-    )
     runner: TrialRunner | None = None
-    with contextlib.ExitStack() as stack:
-        stack.callback(dist.destroy_process_group, control)
-        stack.enter_context(no_intercept())
-        stack.enter_context(clean_process())
+    with control_group(communicator) as control, clean_process():
         while True:
             if runner is None:
                 own = communicator.with_own_memory(PEER_TIMEOUT_S, for_kernels=settings.for_kernels)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common import sync
@@ -100,9 +102,8 @@ def _settle_key(function: Any) -> None:
     _ = function.cache_key
 
 
-@functools.lru_cache(maxsize=4096)
-def _compile(request: CompileRequest, target: Any) -> Any:
-    import triton
+def _source_and_options(request: CompileRequest) -> tuple[Any, dict[str, Any]]:
+    """Triton's source and options of a binary."""
     from triton.compiler import ASTSource
 
     kernel = request.resolve()
@@ -111,14 +112,36 @@ def _compile(request: CompileRequest, target: Any) -> Any:
     signature = {name: ("i64",) * _TUPLES[name] if name in _TUPLES else "i64" for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
-    options = {
+    return source, {
         "num_warps": request.num_warps,
         "num_stages": request.num_stages,
         "enable_fp_fusion": False,  # bits are promised: no contraction behind our back
         "launch_pdl": request.launch_pdl,
         **({"maxnreg": request.max_registers} if request.max_registers else {}),
     }
+
+
+@functools.lru_cache(maxsize=4096)
+def _compile(request: CompileRequest, target: Any) -> Any:
+    import triton
+
+    source, options = _source_and_options(request)
     return triton.compile(source, target=target, options=options)
+
+
+def is_compiled(request: CompileRequest, target: Any) -> bool:
+    """True if Triton's cache holds the binary; compiles nothing. False if it cannot be told."""
+    import triton
+
+    def refuse(*_: object, **__: object) -> None:
+        raise LookupError
+
+    with contextlib.suppress(Exception):
+        source, options = _source_and_options(request)
+        source.make_ir = refuse  # the first step after the look into the cache
+        triton.compile(source, target=target, options=options)
+        return True
+    return False
 
 
 def compile_request(request: CompileRequest, target: Any = None) -> Any:
@@ -342,6 +365,49 @@ def _loaded(request: CompileRequest, properties: Any) -> tuple[Any, int]:
     return compiled, _resident(compiled.n_regs, compiled, request, properties)
 
 
+def _with_fewer_registers(
+    compiled: Any, request: CompileRequest, grid: int, fits: int, limit: float, properties: Any
+) -> CompileRequest | None:
+    """The binary by which a grid occupies at most `limit` of the GPU; None if it does, or cannot."""
+    if grid <= limit * fits:
+        return None
+    few = fewer_registers(grid, request.num_warps * 32, properties.multi_processor_count, limit)
+    return (
+        replace(request, max_registers=few) if grid <= limit * _resident(few, compiled, request, properties) else None
+    )
+
+
+# KiB of shared memory of an SM, by compute capability.
+_SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}
+_REGISTER_COUNT = re.compile(rb"\x04\x2f\x08\x00.{4}(.{4})", re.DOTALL)  # EIATTR_REGCOUNT: a function, its registers
+
+
+def registers_of(cubin: bytes) -> int:
+    """Registers a thread of a binary's kernel."""
+    return max(int.from_bytes(count, "little") for count in _REGISTER_COUNT.findall(cubin))
+
+
+class SharedGrid(NamedTuple):
+    """A binary whose grid may take at most `limit` of a GPU with `num_sms`, which need not be here."""
+
+    request: CompileRequest
+    grid: int
+    num_sms: int
+    limit: float
+
+    def compile(self, target: Any) -> None:
+        """Compile what `bind_kernel` would, with fewer registers too where the grid takes more than its share.
+
+        Raises:
+            Exception: whatever Triton raises.
+        """
+        compiled, shared = compile_request(self.request, target), _SHARED_KIB.get(target.arch, 100) << 10
+        gpu = SimpleNamespace(multi_processor_count=self.num_sms, shared_memory_per_multiprocessor=shared)
+        fits = _resident(registers_of(compiled.asm["cubin"]), compiled, self.request, gpu)
+        if smaller := _with_fewer_registers(compiled, self.request, self.grid, fits, self.limit, gpu):
+            compile_request(smaller, target)
+
+
 def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> BoundKernel:
     """Compile (or find) the binary, load it on `device` and fix its grid.
 
@@ -356,7 +422,7 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
         return _interpreted(request, grid)
     import torch
 
-    properties, threads = torch.cuda.get_device_properties(device), request.num_warps * 32
+    properties = torch.cuda.get_device_properties(device)
     with torch.cuda.device(device):
         compiled, fits = _loaded(request, properties)
         if grid > fits:
@@ -366,10 +432,8 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
                 "all be resident"
             )
         if (residency := _residency.get()) is not None:
-            if grid > residency.limit * fits:
-                few = fewer_registers(grid, threads, properties.multi_processor_count, residency.limit)
-                if grid <= residency.limit * _resident(few, compiled, request, properties):
-                    compiled, fits = _loaded(replace(request, max_registers=few), properties)
+            if smaller := _with_fewer_registers(compiled, request, grid, fits, residency.limit, properties):
+                compiled, fits = _loaded(smaller, properties)
             residency.share = max(residency.share, grid / fits)
     constants = dict(request.constants)
     names = request.resolve().arg_names

@@ -11,6 +11,10 @@ A stored row serves only while the hash of its variant is the one that was measu
 
 The switch between the interpreter and the compiler (`ignore`) does not count: rows of a GPU are read on machines that
 have none.
+
+Hashes of this package's own kernels are kept in the user's cache directory, because they take tenths of a second. They
+serve while every source file has its size and time of change, and under the same Python, Triton and torch. Kernels of
+other packages are hashed at every start: nobody knows on what else they depend.
 """
 
 from __future__ import annotations
@@ -21,13 +25,19 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import json
 import linecache
+import os
 import sys
 import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import platformdirs
+
+from tunedcomm.hardware import version_of
 from tunedcomm.spec import Variant
 
 _IGNORED: list[object] = []
@@ -54,7 +64,62 @@ def source_hash(variant: Variant) -> str:
         if function is None:
             raise TypeError(f"{variant.op}.{variant.name}: {kernel!r} is not a Triton function")
         kernels.append(function)
-    return _hash_of(variant.version, *kernels)
+    if not kernels or not all(map(_is_own, kernels)):
+        return _hash_of(variant.version, *kernels)
+    name = f"{variant.version} " + " ".join(f"{f.__module__}:{f.__qualname__}" for f in kernels)
+    if name not in _kept():
+        _kept()[name] = _hash_of(variant.version, *kernels)
+        _new.append(name)
+    return _kept()[name]
+
+
+def keep_hashes() -> None:
+    """Write what was computed into the user's cache directory; where that is not possible, the next start computes."""
+    if not _new:
+        return
+    _new.clear()
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _cache_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_name(f"{path.name}.{os.getpid()}")
+        written.write_text(json.dumps({"state": package_state(), "hashes": _kept()}), encoding="utf-8")
+        written.replace(path)
+
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_new: list[str] = []  # names that the file does not have
+
+
+def _is_own(function: Any) -> bool:
+    """True for a function of one of this package's modules, which its name tells from all others."""
+    held = getattr(sys.modules.get(function.__module__), function.__name__, None)
+    return function.__module__.startswith("tunedcomm.kernels.") and getattr(held, "fn", held) is function
+
+
+def _cache_file() -> Path:
+    """A file for each place where the package is; RuntimeError if the user has no home directory."""
+    place = hashlib.sha256(str(_PACKAGE).encode()).hexdigest()[:8]
+    return Path(platformdirs.user_cache_dir("tunedcomm", appauthor=False)).expanduser() / f"hashes-{place}.json"
+
+
+@functools.cache
+def package_state() -> str:
+    """SHA-256 over place, size and time of change of this package's files, and the versions of what runs them."""
+    found = [sys.version, *map(version_of, ("triton", "torch"))]
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        there = path.stat()
+        found.append(f"{path} {there.st_size} {there.st_mtime_ns}")
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+@functools.cache
+def _kept() -> dict[str, str]:
+    """The stored hashes, and those computed since."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError):
+        held = json.loads(_cache_file().read_text(encoding="utf-8"))
+        if held["state"] == package_state():
+            return dict(held["hashes"])
+    return {}
 
 
 @functools.cache

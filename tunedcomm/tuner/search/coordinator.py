@@ -45,7 +45,8 @@ class Coordinator:
         run_id: id of the run, stored with its trials.
         claims: shared with other supervisors; None if there are no others.
         clock: monotonic seconds.
-        seconds_left: budget; None: no limit. In a running job it begins now, in a sweep when the first gang is ready.
+        seconds_left: budget; None: no limit. In a running job it begins now or by `start_clock`, in a sweep when the
+            first gang is ready.
 
     Attributes:
         knowledge: trials of the problems, and the gangs' environment; None until the first gang is ready.
@@ -81,7 +82,9 @@ class Coordinator:
         self._stored = tuple(stored)
         self._clock = clock
         self._budget_s = math.inf if seconds_left is None else seconds_left
-        self._end_s = clock() + self._budget_s if settings.in_job else math.inf
+        self._end_s = math.inf
+        if settings.in_job:
+            self.start_clock()
         self._families = self._strategy.families(problems)
         self._searches: dict[tuple[Problem, bool], Search] = {}  # searches that have begun, and (True) finals
         self._finals_only = False
@@ -116,6 +119,10 @@ class Coordinator:
             self.searched[problem] = None
             self._begin_finals(problem, [self._knowledge.library(problem), *wanted])
 
+    def start_clock(self) -> None:
+        """Let the budget begin now."""
+        self._end_s = self._clock() + self._budget_s
+
     # Reports of gangs
 
     def gang_ready(self, gang: int, environment: Environment, limits: Limits) -> Knowledge | None:
@@ -127,7 +134,7 @@ class Coordinator:
         self._fresh.add(gang)
         if self.knowledge is None:
             if not self._settings.in_job:
-                self._end_s = self._clock() + self._budget_s
+                self.start_clock()
             self.knowledge = Knowledge(
                 self.problems,
                 environment,
@@ -309,9 +316,12 @@ class Coordinator:
     def _places(self, gang: int) -> Iterator[tuple[Problem, bool]]:
         """Problems in whose search or finals (True) a gang may find a candidate to run, most wanted first."""
         at = self._at.get(gang)
+        open_problems = [problem for problem in self.problems if problem not in self.searched]
+        if self._settings.in_job:  # each problem gets a challenger before any gets a second one
+            begun = [(problem, False) for problem in open_problems if not self._is_compared(problem)]
+            yield from sorted(begun, key=lambda place: place != at)
         if at is not None and not at[1] and at[0] not in self.searched:
             yield at
-        open_problems = [problem for problem in self.problems if problem not in self.searched]
         # Finals must not take the time to reach other problems: two trials each, and as much to spare.
         trial_s = self._trials_s / max(self._num_trials, 1)
         can_wait = not self._settings.in_job and len(open_problems) * 4 * trial_s > self.seconds_left
@@ -340,12 +350,13 @@ class Coordinator:
         """Have a gang run the next candidate of a problem's search or finals; None if there is none for now."""
         if final and not self._num_left(problem, final=True):
             return None
-        if (problem, final) not in self._searches:
+        is_new_here = not final and self._at.get(gang) != (problem, False)
+        if (problem, final) not in self._searches or (is_new_here and self._settings.in_job):  # more is known by now
             if not self._strategy.may_begin(problem, self.seconds_left):
                 self.searched[problem] = None
                 return None
             self._searches[problem, final] = self._new_search(gang, problem)
-        if not final and self._at.get(gang) != (problem, False):
+        if is_new_here:
             self._grant_time(problem)
         commands = [*self._running.values(), *self._again.values()]
         local = {command.trial[1] for command in commands if (command.problem, command.final) == (problem, final)}
