@@ -40,6 +40,7 @@ BODIES: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("fsdp_bodies", "wide in_place train", (2, 4), {"timeout": 300.0}),
     ("state_bodies", "surroundings", (2,), LONG),
     ("state_bodies", "interrupted", (2,), {}),
+    ("binaries_bodies", "compiled autotune", (2,), LONG),
     *(("gemm_bodies", "chain", (2, 4), {**LONG, "GEMM_OP": op}) for op in GEMMS),
 ]
 
