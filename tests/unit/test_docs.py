@@ -259,6 +259,10 @@ def parser_of(arguments: list[str]) -> tuple[Any, list[str]]:
     return verb, arguments
 
 
+# They measure or compile for minutes; tests of their own run them.
+LONG_VERBS = {("db", "verify"), ("db", "compile")}
+
+
 def read_tunedcomm(command: Command, folder: Path | None) -> None:
     verb, arguments = parser_of(list(command.words[1:]))
     if not command.is_whole or "--help" in arguments:
@@ -269,7 +273,7 @@ def read_tunedcomm(command: Command, folder: Path | None) -> None:
         verb.make_context(verb.name, list(arguments))
     words = [re.sub("^/shared", f"{folder}/shared", word) for word in command.words[1:]]
     is_elsewhere = command.is_marked or any("://" in word for word in words)
-    if folder is None or is_elsewhere or words[0] not in VERBS_THAT_RUN or words[:2] == ["db", "verify"]:
+    if folder is None or is_elsewhere or words[0] not in VERBS_THAT_RUN or tuple(words[:2]) in LONG_VERBS:
         return
     if words[0] == "report":
         pytest.importorskip("plotly", reason="plotly is not installed (extra `report`)")
