@@ -10,7 +10,7 @@ import pytest
 from cli_samples import PROBLEM, Ended, asked, real_trial, record, refused, run
 from db_samples import H200
 
-from tunedcomm.cli.explain import look_up
+from tunedcomm.cli.explain import decide_offline
 from tunedcomm.cli.options import CallOptions
 from tunedcomm.db.records import Trial
 from tunedcomm.spec import Problem
@@ -106,7 +106,7 @@ def test_json_of_lookup_is_short_and_every_layer_is_searched(stored: str, monkey
 
 def test_a_printed_decision_reads_as_the_command_prints_it(stored: str) -> None:
     options = CallOptions(op="all_reduce", shape=ASK[3], world_size=4, hardware="H200", db=stored)
-    assert explain(stored).out.splitlines()[:-1] == str(look_up(options)).splitlines()
+    assert explain(stored).out.splitlines()[:-1] == str(decide_offline(options)).splitlines()
 
 
 def test_hardware_that_is_unknown_or_ambiguous(stored: str) -> None:

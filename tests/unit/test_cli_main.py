@@ -86,7 +86,7 @@ def explain_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], 
         def fail(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(explain, "look_up", fail)
+        monkeypatch.setattr(explain, "decide_offline", fail)
 
     return plant
 

@@ -109,7 +109,7 @@ def test_a_choice_without_its_reasons_is_the_same() -> None:
             told = [answer(kept, like, policy, max_sms) for like in both for _ in range(2)][1::2]
             for like, expected in zip(both, told, strict=True):
                 try:
-                    found = decide(like, kept, limits, policy=policy, max_sms=max_sms, told=False)
+                    found = decide(like, kept, limits, policy=policy, max_sms=max_sms, with_reasons=False)
                 except InfeasibleError as error:
                     raised += 1
                     assert str(error) == expected

@@ -23,9 +23,9 @@ from tunedcomm.bench import nccl_symmetric
 from tunedcomm.bench.csv import CUBLAS
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import decide
-from tunedcomm.dispatch.launches import Launch
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.op import Given, add_and_norm, form_of, given_of
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.dcp_combine.merge import merged_fast
 from tunedcomm.kernels.dcp_combine.op import exchange_by_library
 from tunedcomm.kernels.gemm.op import (

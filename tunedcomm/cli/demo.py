@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunedcomm.cli.explain import explanation, look_up
+from tunedcomm.cli.explain import decide_offline, explanation
 from tunedcomm.cli.options import CallOptions, JsonOption, backend_or_default, known_op, local_ranks
 from tunedcomm.cli.output import Table, emit, format_ratio, message_of, note, show
 from tunedcomm.cli.tune import run_sweep
@@ -63,7 +63,7 @@ def demo(
         op=op.name, shape="", world_size=ranks, dtype=dtype, mode="eager", hardware=machine.digest, db=url
     )
     texts = [format_shape(shape) for shape in shapes]
-    choices = [look_up(replace(call, shape=text)) for text in texts]
+    choices = [decide_offline(replace(call, shape=text)) for text in texts]
     shares = {one.problem: (one.best_library_us or 0.0) / one.library_us for one in outcome.problems if one.library_us}
     won = Table.of(_columns(library, shares), choices, f"{op.name} of {dtype} on {ranks} ranks, {machine}")
     show(choices, [won, *explanation(choices[len(choices) // 2])], as_json=as_json)
@@ -101,7 +101,7 @@ def _show_shipped() -> None:
     shipped = [str(path) for path in packaged_databases() if path.name.endswith("-x4.db")]
     call = CallOptions(op="all_reduce", shape="", world_size=4, dtype="bfloat16", hardware="H200", db=(*shipped, "")[0])
     texts = [str(size // ITEMSIZE["bfloat16"]) for size in SHIPPED_SIZES]
-    choices = [look_up(replace(call, shape=text), with_left_out=False) for text in texts if shipped]
+    choices = [decide_offline(replace(call, shape=text), with_left_out=False) for text in texts if shipped]
     title = "shipped, measured on 4 H200 in CUDA graphs, bfloat16 (not on this machine)"
     emit(Table.of(_columns("NCCL", {}), choices, title))
 

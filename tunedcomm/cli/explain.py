@@ -32,7 +32,7 @@ def lookup(options: CallOptions) -> None:
 
     Example: tunedcomm lookup --op all_reduce --shape 98304 --world-size 4 --hardware H200
     """
-    choice = look_up(options, with_left_out=False)
+    choice = decide_offline(options, with_left_out=False)
     value = named_candidate(choice.candidate) | attributes(choice, "source latency_us library_us")
     show(value, [str(choice.candidate)], as_json=options.as_json)
 
@@ -47,7 +47,7 @@ def explain(
 
     Example: tunedcomm explain --op all_reduce --shape 98304 --world-size 4 --hardware H200
     """
-    choice = look_up(options)
+    choice = decide_offline(options)
     passed_over = (*choice.passed_over, *choice.left_out)
     rest: str | Table = Table(("candidate", "reason"), [(f"  {c}", why) for c, why in passed_over], has_heading=False)
     if not every:
@@ -55,7 +55,7 @@ def explain(
     show(choice, [*explanation(choice), rest], as_json=options.as_json)
 
 
-def look_up(options: CallOptions, *, with_left_out: bool = True) -> Decision:
+def decide_offline(options: CallOptions, *, with_left_out: bool = True) -> Decision:
     """Resolve the problem as dispatch would, without a process group.
 
     To say of the other variants too why they do not run, `with_left_out`, takes a look at all of their trials.

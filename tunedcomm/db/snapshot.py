@@ -21,7 +21,7 @@ from tunedcomm.db.records import DANGEROUS, Pin, Reader, Trial
 from tunedcomm.db.schema import PinRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.selection.interpolate import problems_to_load
-from tunedcomm.selection.score import undisturbed
+from tunedcomm.selection.score import quiet_rows
 from tunedcomm.selection.select import Decision, Registered, winners
 from tunedcomm.selection.snapshot import (
     Failure,
@@ -354,7 +354,7 @@ def build_snapshot(
 
 
 def _most_conclusive(rows: Sequence[Row]) -> Row:
-    """The row of one candidate to keep: of the best tier the newest one that is undisturbed; never by row id."""
+    """The row of one candidate to keep: of the best tier the newest undisturbed one; never by row id."""
     if len(rows) == 1:
         return rows[0]
     tier = min(row.tier for row in rows)
@@ -364,7 +364,7 @@ def _most_conclusive(rows: Sequence[Row]) -> Row:
         content = (-row.latency_p50_us, row.samples, row.baseline_p50_us or 0.0, row.environment.digest)
         return (row.created_at, *content)
 
-    return max(undisturbed([row for row in rows if row.tier == tier]), key=weight)
+    return max(quiet_rows([row for row in rows if row.tier == tier]), key=weight)
 
 
 def _nearest_pins(databases: Iterable[Fetched]) -> tuple[Pinned, ...]:

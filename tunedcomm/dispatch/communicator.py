@@ -39,7 +39,6 @@ from tunedcomm.dispatch.agreement import (
 from tunedcomm.dispatch.launches import (
     SHARE_OF_EAGER,
     LaneOrder,
-    Launch,
     NanWatch,
     Queue,
     after,
@@ -65,6 +64,7 @@ from tunedcomm.errors import (
 )
 from tunedcomm.hardware import HARD_FIELDS, Environment, Sight, detect, kernel_identity, put_together, sight
 from tunedcomm.kernels.common import binaries
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import within
 from tunedcomm.kernels.moe.op import Overflow
 from tunedcomm.selection.snapshot import Snapshot
@@ -535,7 +535,7 @@ class Communicator:
         if problem.mode == "eager" and config.get("launch_pdl"):
             config["launch_pdl"] = not self._has_graphs  # a kernel launched early takes room and waits: see LaneOrder
             self._has_yielding_eager = True
-        self._back(problem, variant, config)
+        self._ensure_memory(problem, variant, config)
         with within(SHARE_OF_EAGER if problem.mode == "eager" else 1.0) as residency:
             try:
                 launch = variant.bind(problem, config, workspace)
@@ -650,7 +650,7 @@ class Communicator:
 
     meet = barrier
 
-    def _back(self, problem: Problem, variant: Variant, config: Mapping[str, Value]) -> None:
+    def _ensure_memory(self, problem: Problem, variant: Variant, config: Mapping[str, Value]) -> None:
         """Have memory for what a call uses of its lane, before any step that may fail on this rank alone.
 
         Raises:
@@ -661,7 +661,7 @@ class Communicator:
             return
         layout = workspace.layout
         try:
-            workspace.back(
+            workspace.ensure(
                 problem.mode, variant.lane_room(problem, config, layout) if variant.lane_room else layout.room
             )
         except WorkspaceError as error:

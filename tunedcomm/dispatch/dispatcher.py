@@ -63,15 +63,15 @@ def decide(
     policy: NumericsPolicy = "default",
     forced: Candidate | None = None,
     max_sms: int | None = None,
-    told: bool = True,
+    with_reasons: bool = True,
 ) -> Decision:
     """The candidate that a group with this snapshot runs, and why. Pure: no clock, no files, no communication.
 
-    Without `told` `why` and `passed_over` are incomplete.
+    Without `with_reasons` `why` and `passed_over` are incomplete.
     """
     kernels.discover()
     catalog = Registered(limits, source_hash_of)
-    return choose(snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms, told=told)
+    return choose(snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms, with_reasons=with_reasons)
 
 
 def beside_ordered(

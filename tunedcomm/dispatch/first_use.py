@@ -30,9 +30,10 @@ import torch
 
 from tunedcomm.db.checks import begin_check, store_check
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.launches import Launch, fault_of, fresh_copies, no_intercept, norm_of
+from tunedcomm.dispatch.launches import fault_of, fresh_copies, no_intercept, norm_of
 from tunedcomm.errors import GroupAbortedError, InfeasibleError, PeerTimeoutError, WorkspaceError
 from tunedcomm.kernels import source_hash_of
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.metrics import format_us
 from tunedcomm.selection.select import Decision

@@ -32,6 +32,7 @@ import torch
 
 from tunedcomm.db.misses import Counter
 from tunedcomm.errors import NanInputError
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.spec import Problem, get_op, ops
 from tunedcomm.symm.control import refuse_nested
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from tunedcomm.symm.control import Control
     from tunedcomm.symm.ring import HostRing
 
-Launch: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
 # Of the GPU; two kernels that take no more than this fit side by side.
 SHARE_OF_EAGER = 0.5
 # Times an op's tolerance that a kernel's result may differ from the library's.

@@ -78,11 +78,11 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
     decide_now = _decider(communicator, problem, policy, max_sms)
-    decision = decide_now(told=False)
+    decision = decide_now(with_reasons=False)
     while first_use.is_due(communicator, problem, decision):  # its rows are borrowed, and nobody has run it here
         first_use.check(communicator, problem, decision.candidate)
         decide_now = _decider(communicator, problem, policy, max_sms)
-        decision = decide_now(told=False)
+        decision = decide_now(with_reasons=False)
     if communicator.settings.mode == "force" and not decision.is_answered:
         raise InfeasibleError(
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decide_now().why}; tune it with "
@@ -114,7 +114,7 @@ def _decider(
 ) -> Callable[..., Decision]:
     """A function that makes the decision of this moment as often as it is called; it holds no group.
 
-    Its keyword `told=False` leaves the reasons out, with which a decision takes longer than a call may.
+    Its keyword `with_reasons=False` leaves the reasons out, with which a decision takes longer than a call may.
     """
     check_policy(policy)
     check_limit("max_sms", max_sms, "SMs")
@@ -165,10 +165,10 @@ def _unless_quarantined(
     policy: NumericsPolicy,
     quarantined: Mapping[tuple[str, str], str],
     *,
-    told: bool = True,
+    with_reasons: bool = True,
 ) -> Decision:
     """The decision, or the library in the place of a variant that the group does not run any more."""
-    del told  # such a group always hears the reasons
+    del with_reasons  # such a group always hears the reasons
     decision = decided()
     op = decision.candidate.op
     reason = quarantined.get((op, decision.candidate.variant))

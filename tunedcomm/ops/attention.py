@@ -116,7 +116,7 @@ def dcp_combine(
         results = _dcp_combine.call((x, lse, out, lse_out), (base,), group, numerics, max_sms)
         return results if return_lse else results[0]
     except BaseException as error:
-        _dcp_combine.left(error, x, group)
+        _dcp_combine.on_error(error, x, group)
         raise
 
 
@@ -204,7 +204,7 @@ def ulysses_scatter(
                 return result
         return _ulysses_scatter.call((x, out), (), group, "default", max_sms)
     except BaseException as error:
-        _ulysses_scatter.left(error, x, group)
+        _ulysses_scatter.on_error(error, x, group)
         raise
 
 
@@ -242,5 +242,5 @@ def ulysses_gather(
                 return result
         return _ulysses_gather.call((x, out), (), group, "default", max_sms)
     except BaseException as error:
-        _ulysses_gather.left(error, x, group)
+        _ulysses_gather.on_error(error, x, group)
         raise

@@ -241,7 +241,7 @@ def all_gather_v(
             found = _all_gather_v.call(tensors, options, group, "default", max_sms)
         return found if counts is None else found[0]
     except BaseException as error:
-        _all_gather_v.left(error, x, group)
+        _all_gather_v.on_error(error, x, group)
         raise
 
 
@@ -289,5 +289,5 @@ def reduce_scatter_v(
                 return result
         return _reduce_scatter_v.call(tensors, options, group, numerics, max_sms)
     except BaseException as error:
-        _reduce_scatter_v.left(error, x, group)
+        _reduce_scatter_v.on_error(error, x, group)
         raise

@@ -270,7 +270,7 @@ class CallPath(Generic[Result]):
             getattr(torch.ops.tunedcomm, adapter.operator).out(*inputs, *settings, **given)
         return _unpacked(tuple(given.values()))  # type: ignore[no-any-return]
 
-    def left(self, error: BaseException, x: Any, group: Any) -> None:
+    def on_error(self, error: BaseException, x: Any, group: Any) -> None:
         """Handle an exception that leaves the public function; see `leave`."""
         if isinstance(group, list):  # a TypeError of `last`, which takes no list for a key
             try:

@@ -193,7 +193,7 @@ def all_reduce(
             return _all_reduce_wide.call((x, out), (reduction_name(op),), group, numerics, max_sms)
         return _all_reduce.call((x, out), (reduction_name(op),), group, numerics, max_sms)
     except BaseException as error:
-        _all_reduce.left(error, x, group)
+        _all_reduce.on_error(error, x, group)
         raise
 
 
@@ -210,7 +210,7 @@ def all_reduce_(
     try:
         return all_reduce(x, op=op, group=group, out=x, numerics=numerics, max_sms=max_sms, async_op=async_op)
     except BaseException as error:
-        _all_reduce.left(error, x, group)
+        _all_reduce.on_error(error, x, group)
         raise
 
 
@@ -392,7 +392,7 @@ def all_gather_list(
         results: Sequence[torch.Tensor] = _list_path(len(xs)).repeat((*xs, *given), options, group, "default", max_sms)
         return list(results)
     except BaseException as error:
-        _list_path(_SAMPLE_LENGTH).left(error, x, group)
+        _list_path(_SAMPLE_LENGTH).on_error(error, x, group)
         raise
 
 
@@ -462,7 +462,7 @@ def all_gather(
             return all_gather_list(x, dim=dim, group=group, out=out, max_sms=max_sms)  # type: ignore[arg-type]
         return _all_gather.call((x, out), (dim,), group, "default", max_sms)
     except BaseException as error:
-        _all_gather.left(error, x[0] if isinstance(x, (list, tuple)) and x else x, group)
+        _all_gather.on_error(error, x[0] if isinstance(x, (list, tuple)) and x else x, group)
         raise
 
 
@@ -551,7 +551,7 @@ def broadcast(
         refuse_async("broadcast", async_op)
         return _broadcast.call((x, out), (root,), group, "default", max_sms)
     except BaseException as error:
-        _broadcast.left(error, x, group)
+        _broadcast.on_error(error, x, group)
         raise
 
 
@@ -681,7 +681,7 @@ def reduce_scatter(
             return _reduce_scatter_wide.call((x, out), (reduction_name(op), dim), group, numerics, max_sms)
         return _reduce_scatter.call((x, out), (reduction_name(op), dim), group, numerics, max_sms)
     except BaseException as error:
-        _reduce_scatter.left(error, x, group)
+        _reduce_scatter.on_error(error, x, group)
         raise
 
 
@@ -755,7 +755,7 @@ def all_to_all(
         refuse_async("all_to_all", async_op)
         return _all_to_all.call((x, out), (), group, "default", max_sms)
     except BaseException as error:
-        _all_to_all.left(error, x, group)
+        _all_to_all.on_error(error, x, group)
         raise
 
 
@@ -924,7 +924,7 @@ def all_to_all_v(
         group = world._default_pg if group is None else group
         return _all_to_all_v.serve((x, out), (send_counts, recv_counts, max_count), group, "default", max_sms)
     except BaseException as error:
-        _all_to_all_v.left(error, x, group)
+        _all_to_all_v.on_error(error, x, group)
         raise
 
 
@@ -994,5 +994,5 @@ def all_reduce_bias(
                 return result
         return _all_reduce_bias.call((x, bias, out), (), group, numerics, max_sms)
     except BaseException as error:
-        _all_reduce_bias.left(error, x, group)
+        _all_reduce_bias.on_error(error, x, group)
         raise

@@ -800,7 +800,7 @@ def ep_dispatch(
             tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group, weights
         )
     except BaseException as error:
-        path.left(error, x, group)
+        path.on_error(error, x, group)
         raise
 
 
@@ -952,5 +952,5 @@ def ep_combine(
             return path.call(given, options, sent.group, numerics, max_sms)
         return path.whole.call(given, options, sent.group, numerics, max_sms)
     except BaseException as error:
-        (_combine_tokens if by_token else path).left(error, expert_out, getattr(sent, "group", None))
+        (_combine_tokens if by_token else path).on_error(error, expert_out, getattr(sent, "group", None))
         raise

@@ -464,7 +464,7 @@ def ag_gemm(
                 return result
         return _ag_gemm.call((a_shard, b, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
     except BaseException as error:
-        _ag_gemm.left(error, a_shard, group)
+        _ag_gemm.on_error(error, a_shard, group)
         raise
 
 
@@ -538,7 +538,7 @@ def gemm_rs(
                 return result
         return _gemm_rs.call((a, b, scale_a, scale_b, out), (out_dtype, reduction_name(op)), group, numerics, max_sms)
     except BaseException as error:
-        _gemm_rs.left(error, a, group)
+        _gemm_rs.on_error(error, a, group)
         raise
 
 
@@ -598,5 +598,5 @@ def gemm_ar(
                 return result
         return _gemm_ar.call((a, b, bias, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
     except BaseException as error:
-        _gemm_ar.left(error, a, group)
+        _gemm_ar.on_error(error, a, group)
         raise

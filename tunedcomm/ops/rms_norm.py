@@ -373,7 +373,7 @@ def all_reduce_rms_norm(
             (x, weight, bias, residual, scale, out, residual_out), (eps, out_dtype), group, numerics, max_sms
         )
     except BaseException as error:
-        _all_reduce_rms_norm.left(error, x, group)
+        _all_reduce_rms_norm.on_error(error, x, group)
         raise
 
 

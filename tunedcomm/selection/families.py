@@ -154,7 +154,7 @@ class Tables:
     """The families of one op, with the source hashes of one moment.
 
     Attributes:
-        lends: some rows are borrowed.
+        borrows: some rows are borrowed.
         verdicts: the last problem that was asked for, its mode, and why each candidate may not run it, or None: a size
             is asked for in both modes, one after the other.
     """
@@ -170,7 +170,7 @@ class Tables:
         self._rows = snapshot.families(op)
         self._families: dict[tuple[Problem, bool], Family] = {}
         self._related: dict[Hashable, tuple[tuple[Family, str], ...]] = {}
-        self.lends = any(borrowed for _, borrowed in self._rows)
+        self.borrows = any(borrowed for _, borrowed in self._rows)
         self.verdicts: tuple[Hashable, str, dict[Candidate, str | None]] = (None, "", {})
         self._pins = {pin.problem: pin for pin in snapshot.pins}
         self._failures: dict[Problem, list[tuple[int, Candidate, str]]] = {}

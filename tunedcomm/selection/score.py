@@ -80,7 +80,7 @@ def median_baseline(rows: Iterable[Row]) -> float | None:
     return statistics.median(times) if times else None
 
 
-def undisturbed(rows: Sequence[Row]) -> list[Row]:
+def quiet_rows(rows: Sequence[Row]) -> list[Row]:
     """Without rows of one candidate beside which the library took far longer than beside another of them.
 
     The host was loaded then, and the candidate's own time says as little as its ratio to the library's.

@@ -295,7 +295,7 @@ def choose(
     policy: NumericsPolicy = "default",
     forced: Candidate | None = None,
     max_sms: int | None = None,
-    told: bool = True,
+    with_reasons: bool = True,
 ) -> Decision:
     """Resolve `problem` by the rules in the module's docstring.
 
@@ -306,24 +306,26 @@ def choose(
         policy: numerics classes that the caller accepts.
         forced: a candidate asked for by name; it overrides everything but feasibility, also `policy` and `max_sms`.
         max_sms: SMs that the caller leaves to the call.
-        told: also say why. Without it `why` and `passed_over` are incomplete, and a choice takes a third of the time.
+        with_reasons: also say why. Without it `why` and `passed_over` are incomplete, in a third of the time.
 
     Raises:
         InfeasibleError: the forced candidate cannot run, or the policy excludes the library and nothing that it admits
             is known.
     """
     catalog = catalog if forced is not None else catalog.under(policy)
-    lookup = _Lookup(_tables(snapshot, catalog, problem.op), snapshot, catalog, policy, max_sms, problem, problem, told)
+    lookup = _Lookup(
+        _tables(snapshot, catalog, problem.op), snapshot, catalog, policy, max_sms, problem, problem, with_reasons
+    )
     if forced is not None:
         return _forced(lookup, forced)
     lookup.share_verdicts()
     try:
         decision = _resolved(lookup)
     except InfeasibleError:
-        if told:
+        if with_reasons:
             raise
         return choose(snapshot, problem, catalog, policy=policy, max_sms=max_sms)  # raises it with every reason
-    if not told:
+    if not with_reasons:
         return decision
     if decision.source != "borrowed":
         lent = lookup.tables.family(problem.family, borrowed=True).by_shape.get(problem.shape, ())
@@ -362,7 +364,7 @@ def winners(
 def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Pool:
     """The candidates measured at `problem` itself that `choose` compares under the default policy."""
     tables = _tables(snapshot, catalog, problem.op)
-    lookup = _Lookup(tables, snapshot, catalog, "default", None, problem, problem, told=False)
+    lookup = _Lookup(tables, snapshot, catalog, "default", None, problem, problem, with_reasons=False)
     return lookup.pool(lookup.rows_of_problem(), lookup.failed(None))
 
 
@@ -382,7 +384,8 @@ class _Lookup:
     """One resolution in progress: the arguments of `choose`, and what is known so far.
 
     Rows are looked up for `problem`, which differs from the caller's problem, `requested`, only in the heuristic.
-    `borrowed` selects the rows of other hardware. Unless `told`, nothing is said of what was passed over, nor why.
+    `borrowed` selects the rows of other hardware. Without `with_reasons` nothing is said
+    of what was passed over, nor why.
     """
 
     tables: Tables
@@ -392,7 +395,7 @@ class _Lookup:
     max_sms: int | None
     requested: Problem
     problem: Problem
-    told: bool
+    with_reasons: bool
     borrowed: bool = False
     passed: dict[Candidate, str] = field(default_factory=dict)
     reasons: dict[Candidate, str | None] = field(default_factory=dict)
@@ -545,7 +548,7 @@ class _Lookup:
 
     def report(self, rows: Iterable[Row], failed: Mapping[Candidate, str]) -> None:
         """Record why rows that were looked at could not even compete."""
-        if not self.told:
+        if not self.with_reasons:
             return
         usable = self.usable(rows := list(rows), failed)
         rows = [row for row in rows if not row.is_library]
@@ -613,7 +616,7 @@ def _interpolated(lookup: _Lookup, reach: int | None) -> Decision | None:
     """Ask the family, then related ones; `reach` None lifts the bound on extrapolation."""
     related = lookup.related()
     for family, relaxed in related:
-        if decision := _interpolate(lookup, family, reach, f" with {relaxed}" if relaxed else ""):
+        if decision := _from_family(lookup, family, reach, f" with {relaxed}" if relaxed else ""):
             return decision
     for family, relaxed in related:
         if rows := _nearest_shape(lookup, family, reach):
@@ -636,7 +639,7 @@ def _once_checked(lookup: _Lookup, decision: Decision) -> Decision | None:
     return replace(decision, why=why, is_unproven=True)
 
 
-def _interpolate(lookup: _Lookup, family: Family, reach: int | None, relaxed: str) -> Decision | None:
+def _from_family(lookup: _Lookup, family: Family, reach: int | None, relaxed: str) -> Decision | None:
     """Decide from one family's rows: at the size itself, between two sizes, or as at the nearest."""
     sizes = family.fresh_sizes(lookup.problem.shape)
     if sizes is None:
@@ -645,7 +648,7 @@ def _interpolate(lookup: _Lookup, family: Family, reach: int | None, relaxed: st
     here = sizes.rows.get(size, _NO_ROWS)
     if lookup.serves(here, failed):
         found = lookup.pool(here, failed)
-        text = f"measured at {_named(here, size)}{relaxed}: " if lookup.told else ""
+        text = f"measured at {_named(here, size)}{relaxed}: " if lookup.with_reasons else ""
         near = partial(_near_pools, lookup, family)
         return _settle(lookup, found, here, "interpolated", text, near=near)
     rows_of = sizes.rows
@@ -661,7 +664,9 @@ def _interpolate(lookup: _Lookup, family: Family, reach: int | None, relaxed: st
         if found.scored:
             rows = [*rows_of[below], *rows_of[above]]
             lookup.report(rows, failed)
-            ends_named = f"{_named(rows_of[below], below)} and {_named(rows_of[above], above)}" if lookup.told else ""
+            ends_named = (
+                f"{_named(rows_of[below], below)} and {_named(rows_of[above], above)}" if lookup.with_reasons else ""
+            )
             return _settle(lookup, found, rows, "interpolated", f"predicted between {ends_named}{relaxed}: ")
     ends = [s for s in (below, above) if s is not None]
     if not ends:
@@ -669,7 +674,7 @@ def _interpolate(lookup: _Lookup, family: Family, reach: int | None, relaxed: st
     nearest = min(ends, key=lambda s: (max(s, size) / min(s, size), s))
     if reach is None or max(nearest, size) <= reach * min(nearest, size):
         rows = rows_of[nearest]
-        text = f"as at the nearest measured size, {_named(rows, nearest)}{relaxed}: " if lookup.told else ""
+        text = f"as at the nearest measured size, {_named(rows, nearest)}{relaxed}: " if lookup.with_reasons else ""
         return _nearby_winner(lookup, family, rows, text)
     return None
 
@@ -726,15 +731,15 @@ def _by_rows(lookup: _Lookup) -> Decision | None:
     decision = _measured(lookup, MAX_REACH)
     if decision is not None:
         merely_reaches = decision.source == "interpolated" and decision.latency_us is None
-        merely_reaches = merely_reaches and lookup.tables.lends
+        merely_reaches = merely_reaches and lookup.tables.borrows
         lent = _lent(lookup, _exact(replace(lookup, borrowed=True))) if merely_reaches else None
         return decision if lent is None or lent.candidate == lookup.library else lent
-    return _borrowed(lookup, MAX_REACH) or _heuristic(lookup)
+    return _borrowed(lookup, MAX_REACH) or _as_in_graphs(lookup)
 
 
 def _borrowed(lookup: _Lookup, reach: int | None) -> Decision | None:
     """The answer of rows of other hardware."""
-    return _lent(lookup, _measured(replace(lookup, borrowed=True), reach)) if lookup.tables.lends else None
+    return _lent(lookup, _measured(replace(lookup, borrowed=True), reach)) if lookup.tables.borrows else None
 
 
 def _lent(lookup: _Lookup, decision: Decision | None) -> Decision | None:
@@ -752,7 +757,7 @@ def _lent(lookup: _Lookup, decision: Decision | None) -> Decision | None:
     return replace(decision, source="borrowed", why=why, **_NO_TIMES)
 
 
-def _heuristic(lookup: _Lookup) -> Decision | None:
+def _as_in_graphs(lookup: _Lookup) -> Decision | None:
     """An eager call as in graphs: the GPU does the same in both, and what the host adds favours no kernel."""
     if lookup.problem.mode != "eager":
         return None
@@ -808,7 +813,7 @@ def _unmeasured_default(lookup: _Lookup) -> Decision | None:
 def _library(lookup: _Lookup) -> Decision:
     # Some ops have a library that is ordered itself.
     admitted = admits(lookup.policy, lookup.catalog.numerics(lookup.problem.op, "library") or "library")
-    if admitted and not lookup.told:
+    if admitted and not lookup.with_reasons:
         return _unmeasured(lookup, lookup.library, "library", "")
     advice = "; `tunedcomm tune` measures it"
     if by_size := lookup.family.every_size.rows:
@@ -848,7 +853,7 @@ def _settle(
     `text` begins the explanation. `near` gives the pools of the neighbouring sizes, and is called only to break a tie;
     where it is None, the least score wins.
     """
-    if lookup.told:
+    if lookup.with_reasons:
         for row, reason in found.outranked:
             lookup.pass_over(row.candidate, reason)
     beating = [scored for scored in found.scored if _beats_library(lookup, found, scored)]
@@ -861,7 +866,7 @@ def _settle(
         winner = min(tied, key=lambda scored: _preference(scored, pools))
     runner_up = next((scored for scored in found.scored if scored is not winner), None)
     why = ""
-    if lookup.told:
+    if lookup.with_reasons:
         against = f"µs against {format_us(winner.score)} µs of {winner.candidate}"
         for other in beating:
             tie = "a tie within the noise, decided by the neighbouring sizes and the name: " if other in tied else ""
@@ -891,7 +896,7 @@ def _beats_library(lookup: _Lookup, found: Pool, scored: Scored) -> bool:
         least, what = max(least, 1 - 1 / _BORROWED_MARGIN), "the margin of borrowed rows"
     if scored.score < best_us * (1 - least):
         return True
-    if lookup.told:
+    if lookup.with_reasons:
         times = f"{format_us(scored.score)} µs is not less than the library's {format_us(best_us)} µs"
         lookup.pass_over(scored.candidate, f"{times} by {what} of {least:.1%}")
     return False
@@ -910,7 +915,7 @@ def _share_in_place(lookup: _Lookup, row: Row) -> float:
 def _library_wins(lookup: _Lookup, found: Pool, rows: Sequence[Row], source: Source, text: str) -> Decision:
     measured = min((row for row in rows if row.is_library), key=lambda row: row.tier, default=None)
     nearest, why = found.scored[0], ""
-    if lookup.told:
+    if lookup.with_reasons:
         known = "no challenger was compared with it"
         if found.library_us is not None:
             known = f"at {format_us(found.library_us)} µs no challenger beats it by more than the noise"

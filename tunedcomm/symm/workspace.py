@@ -157,7 +157,7 @@ class Workspace:
         clipped = [(max(start, self.layout.arena), min(stop, self.layout.one_shot)) for start, stop in backed]
         return [(start, stop) for start, stop in clipped if start < stop]
 
-    def back(self, mode: Mode, room: Room) -> None:
+    def ensure(self, mode: Mode, room: Room) -> None:
         """Have memory for what a call uses of a lane; collective where it lacks any, never during a capture.
 
         On GPUs a lane has addresses for its whole layout, and memory for what calls have used so far. It grows to
@@ -181,10 +181,10 @@ class Workspace:
         self.rooms[mode] = wanted
 
     def reserve(self, nbytes: int) -> None:
-        """Have memory in all lanes for messages of up to `nbytes`; see `back`."""
+        """Have memory in all lanes for messages of up to `nbytes`; see `ensure`."""
         room = LaneLayout.for_messages(nbytes).room
         for mode in LANES:
-            self.back(mode, room)
+            self.ensure(mode, room)
 
     def held(self) -> dict[str, int]:
         """Bytes of this rank's memory that lanes, panels, scratch and symmetric tensors take, each by its name."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -30,7 +30,6 @@ import torch
 from tunedcomm.spec import OpSpec, Problem
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
-Launch: TypeAlias = Callable[[Tensors, Tensors, int], None]
 
 # Larger problems get one random launch alone; odd sizes are checked at smaller shapes.
 LARGE_BYTES = 32 << 20

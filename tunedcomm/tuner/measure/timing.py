@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.tuner.gang.protocol import Latency
-from tunedcomm.tuner.measure.correctness import Launch, Tensors
+from tunedcomm.tuner.measure.correctness import Tensors
 
 # A replay takes much longer than an event, and than the skew (a few µs) with which ranks leave the barrier.
 _REPLAY_US = 1000.0

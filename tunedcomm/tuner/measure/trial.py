@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
 from tunedcomm.state import clean_process
@@ -30,7 +31,7 @@ from tunedcomm.tuner.gang.protocol import (
 )
 from tunedcomm.tuner.measure import correctness as check
 from tunedcomm.tuner.measure import timing as measure
-from tunedcomm.tuner.measure.correctness import Case, Guarded, Judgement, Launch, Tensors
+from tunedcomm.tuner.measure.correctness import Case, Guarded, Judgement, Tensors
 from tunedcomm.tuner.measure.timing import TimedRun
 
 

@@ -201,7 +201,7 @@ class Coordinator:
         if is_doubtful:
             self._again[gang] = command
             return None
-        return self._store(problem, candidate, result, self._held.pop(gang, None), final=command.final)
+        return self._add_trial(problem, candidate, result, self._held.pop(gang, None), final=command.final)
 
     def _is_doubtful(self, gang: int, candidate: Candidate, status: str) -> bool:
         """True if an earlier candidate of the gang may be the cause: this one gets a fresh gang before it is blamed.
@@ -241,7 +241,7 @@ class Coordinator:
             self._again[gang] = self._running.pop(gang)
             return None
         self.abandon(gang)
-        return self._store(command.trial[0], begun, result)
+        return self._add_trial(command.trial[0], begun, result)
 
     def abandon(self, gang: int) -> None:
         """Free the candidates that a gang, or its slot's next gang, was to run."""
@@ -370,7 +370,7 @@ class Coordinator:
         self._waits |= bool(remote)
         if not final and not local and not remote:
             self.searched[problem] = None
-            self._pass_on(problem, is_over=True)
+            self._queue_compared(problem, is_over=True)
         return None
 
     def _pick(self, problem: Problem, busy: Collection[Candidate], *, final: bool) -> Candidate | None:
@@ -496,7 +496,7 @@ class Coordinator:
         self._refresh(claim.problem)
         return True
 
-    def _store(
+    def _add_trial(
         self,
         problem: Problem,
         candidate: Candidate,
@@ -528,10 +528,10 @@ class Coordinator:
         if trial.status in LOST and not variant.is_library:  # the library is always tried
             self._lost[problem.op, trial.variant] += 1
         self._uncompared.setdefault(problem, []).append((trial, claim))
-        self._pass_on(problem)
+        self._queue_compared(problem)
         return trial
 
-    def _pass_on(self, problem: Problem, *, is_over: bool = False) -> None:
+    def _queue_compared(self, problem: Problem, *, is_over: bool = False) -> None:
         """Have a problem's trials stored once they are compared; forget them if the search is over before that."""
         is_compared = self._finals_only or self._is_compared(problem)
         found = self._uncompared.pop(problem, []) if is_compared or is_over else []
@@ -546,4 +546,4 @@ class Coordinator:
             known = self._knowledge.status(problem, candidate) is not None
             if not known and self._claim(gang, problem, candidate, final=False):
                 result = TrialResult(status="infeasible", reason=reason)
-                self._store(problem, candidate, result, self._held.pop(gang, None))
+                self._add_trial(problem, candidate, result, self._held.pop(gang, None))

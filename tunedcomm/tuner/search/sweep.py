@@ -248,7 +248,7 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
             coordinator.claims = Claims(database, digest, _source_digest, run_id=run_id, known=stored)
             run.compile_ahead(known, problems)
 
-        if (place := _place_of_finished(problems, settings, stored)) is None:
+        if (place := _environment_if_finished(problems, settings, stored)) is None:
             reason = run.run(begin)
         else:
             coordinator.gang_ready(0, *place)
@@ -306,7 +306,7 @@ def _chosen(database: Database, known: Knowledge, problems: Sequence[Problem]) -
     return {problem: decision.candidate for problem, decision in database.ask(read).items()}
 
 
-def _place_of_finished(
+def _environment_if_finished(
     problems: Collection[Problem], settings: Settings, stored: Sequence[Trial]
 ) -> tuple[Environment, Limits] | None:
     """Environment and limits of gangs here, if nothing of the sweep is left to measure in them; else None."""
