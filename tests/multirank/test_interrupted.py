@@ -216,8 +216,8 @@ def public_calls(rank: int) -> dict[str, Callable[[], Any]]:
         "all_to_all_v": lambda: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=4),
         "broadcast": lambda: tunedcomm.broadcast(x, 1),
         "all_gather_list_3": lambda: tunedcomm.all_gather([x, row, ids]),
-        "all_gather_v": lambda: tunedcomm.all_gather_v(x[: 1 + rank], [1, 2, 3], max_count=4),
-        "reduce_scatter_v": lambda: tunedcomm.reduce_scatter_v(x, [1, 0, 3], max_count=4),
+        "all_gather_v": lambda: tunedcomm.all_gather_v(x[: 1 + rank], [1, 2], max_count=4),
+        "reduce_scatter_v": lambda: tunedcomm.reduce_scatter_v(x, [0, 4], max_count=4),
         "dcp_combine": lambda: tunedcomm.dcp_combine(x.view(2, 4, 8), row.view(2, 8)[:, :4], return_lse=True),
         "ulysses_scatter": lambda: tunedcomm.ulysses_scatter(x.view(1, 2, 4, 8)),
         "ulysses_gather": lambda: tunedcomm.ulysses_gather(x.view(1, 4, 2, 8)),
@@ -257,8 +257,10 @@ def test_an_exception_anywhere_in_any_op(rank: int) -> None:
         with tunedcomm.force(paths[operator].adapter.op, variant):
             try:
                 expected = call()
-            except tunedcomm.InfeasibleError:  # experts have a host variant for the layout tokens alone
-                assert not variant.startswith("host_") or operator in ("ep_dispatch", "ep_combine"), (operator, variant)
+            except tunedcomm.InfeasibleError:  # host variants of experts serve the layout tokens alone
+                others = ("ep_dispatch", "ep_combine", "ep_combine_rank")
+                others += ("all_reduce_fp32",) if variant == "host_two_shot" else ()
+                assert not variant.startswith("host_") or operator in others, (operator, variant)
                 continue
             call()
             dist.barrier()
