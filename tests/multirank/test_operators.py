@@ -229,6 +229,16 @@ def test_make_fx(rank: int) -> None:
         torch.testing.assert_close(traced(*arguments(rank)), every_op(*arguments(rank)))
 
 
+def test_a_repeated_call_is_traced(rank: int) -> None:
+    """Also over real tensors, where a guard of PyTorch sees no difference."""
+    x = draw(rank, 4, 6)
+    for _ in range(3):
+        tunedcomm.all_reduce(x)
+    traced = make_fx(lambda x: tunedcomm.all_reduce(x) + 1)(x)
+    assert calls_of(traced.graph) == ["tunedcomm.all_reduce.default"]
+    torch.testing.assert_close(traced(x * 2), tunedcomm.all_reduce(x * 2) + 1)
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

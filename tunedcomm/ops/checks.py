@@ -146,7 +146,7 @@ def normal_dim(op: str, x: torch.Tensor, dim: Any) -> int:
 
 # C functions of torch that say whether a dispatch mode or a `torch.func` transform is active. Where a torch has none of
 # that name, the calls concerned are served as plain ones.
-_num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _functorch: Any = getattr(torch._C, "_functorch", None)
 _transform: Any = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 _plain_dispatch: Any = torch.Tensor.__torch_dispatch__
@@ -160,7 +160,7 @@ def goes_by_operator(tensors: Sequence[Any]) -> bool:
             tensor has a forward-mode tangent.
     """
     check_tangents(tensors)
-    if _num_modes():
+    if num_modes():
         check_nested(tensors)
         return True
     _check_transforms()
@@ -176,7 +176,7 @@ def goes_by_operator(tensors: Sequence[Any]) -> bool:
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """True for a tensor that a tracer or another subclass of Tensor stands behind."""
-    return bool(_num_modes()) or type(tensor).__torch_dispatch__ is not _plain_dispatch
+    return bool(num_modes()) or type(tensor).__torch_dispatch__ is not _plain_dispatch
 
 
 def _check_transforms() -> None:

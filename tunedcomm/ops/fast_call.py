@@ -19,6 +19,7 @@ for a call that it does not serve:
             or numerics is not want_numerics
             or max_sms is not want_max_sms
             or forward_ad._current_level >= 0
+            or num_modes()
         ):
             return None
         stream = stream_of(device)
@@ -58,6 +59,7 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Tensors
+from tunedcomm.ops.checks import num_modes
 from tunedcomm.symm.buffer import with_huge_pages
 
 # (inputs…, outputs…, options…, numerics, max_sms) to the result, or None where the call differs from the one before.
@@ -223,7 +225,8 @@ def write_fast_call(
     options, device = [declared.split()[-1] for declared in adapter.options], communicator.device_index
     call.values |= {
         "looks_alike": looks_alike, "want_numerics": signature.numerics, "want_max_sms": signature.max_sms,
-        "forward_ad": forward_ad, "communicator": communicator, "device": device, "status": communicator.status_view,
+        "forward_ad": forward_ad, "num_modes": num_modes,
+        "communicator": communicator, "device": device, "status": communicator.status_view,
         "last_streams": communicator.last_streams, "lane": int(signature.capturing), "capturing": signature.capturing,
         "stream_of": raw_stream, "captures": is_capturing, "make_empty": empty, "device_now": current_device,
         **dict(zip([f"want_{name}" for name in options], signature.options, strict=True)),
@@ -291,6 +294,7 @@ class _Call:
             "numerics is not want_numerics",
             "max_sms is not want_max_sms",
             "forward_ad._current_level >= 0",
+            "num_modes()",  # the guard does not see all modes, make_fx's over real tensors for one
         ]
 
     def wrong_places(self, has_streams: bool, *, allocates: bool) -> list[str]:

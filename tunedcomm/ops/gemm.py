@@ -401,6 +401,7 @@ def _ag_gemm_list(
     given = [scale for scale in scales if scale is not None]
     settings = (out_dtype, *group_arguments(group), numerics, max_sms)
     *made, gathered = call_operator("ag_gemm_list", (a, list(several), scale_a, given), settings, "")
+    made = list(made)  # Dynamo of torch 2.11 takes it for a tuple
     for index, out in enumerate(targets):
         if out is not None:
             check_fits(a, out, made[index].shape, made[index].dtype, name=f"out[{index}]", input_name="a")
