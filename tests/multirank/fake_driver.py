@@ -191,7 +191,7 @@ def users_tensor(nbytes: int) -> torch.Tensor:
 @contextlib.contextmanager
 def on_fake_driver() -> Iterator[None]:
     """A block in which lanes, panels and symmetric tensors of CPU groups are made as those of GPUs are."""
-    back = Communicator._back
+    back = Communicator._ensure_memory
 
     def backed(self: Communicator, problem: Any, variant: Any, config: Any) -> None:
         if self.workspace is not None and variant.kernels:
@@ -206,7 +206,7 @@ def on_fake_driver() -> Iterator[None]:
         replaced(mapped, "Driver", FakeDriver),
         replaced(workspace, "allocate", allocate),
         replaced(symmetric, "allocate", allocate),
-        replaced(Communicator, "_back", backed),
+        replaced(Communicator, "_ensure_memory", backed),
     ):
         FakeDriver.reset()
         yield

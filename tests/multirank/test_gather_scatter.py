@@ -178,7 +178,7 @@ def test_all_gather_bad_input(rank: int) -> None:
     x = of_rank((4, 2), rank)
     for given, options, said in (
         *((x, {"dim": dim}, "is no dimension of a tensor of shape") for dim in (2, -3, "0", None, 1.0)),
-        ([1.0], {}, "got list"),
+        ([1.0], {}, "got float"),
         (x.to_sparse(), {}, "dense tensor"),
         (x.to(torch.float8_e5m2).requires_grad_(), {}, "not differentiable"),
         (torch.empty(4, device="meta"), {}, "not meta"),

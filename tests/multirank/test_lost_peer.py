@@ -43,8 +43,9 @@ WAITING = [
 def test_a_rank_that_does_not_come_is_named(rank: int, name: str) -> None:
     op, variant = name.split()
     communicator, is_gemm = get_communicator(dist.new_group()), get_op(op).is_gemm
-    dtype, reduction = "bfloat16" if is_gemm else "float32", next(iter(get_op(op).reductions), "")
-    layout = "nk" if is_gemm else get_op(op).layouts[0]
+    is_wide, reduction = variant.endswith("_fp32"), next(iter(get_op(op).reductions), "")
+    dtype = "bfloat16" if is_gemm or is_wide else "float32"
+    layout = "nk" if is_gemm else "float32" if is_wide else get_op(op).layouts[0]
     problem = Problem(op, SHAPES[op], dtype, WORLD_SIZE, reduction=reduction, layout=layout, mode="eager")
     mine = inputs_of_all(problem, 1, "random")[rank]
     launch_variant(communicator, problem, variant, mine)
