@@ -141,7 +141,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "tunedcomm.bench.runner.run_job", lambda *_, on_line: on_line({"now": "", "rows": bench_rows(), "left_out": []})
     )
     monkeypatch.setattr("tunedcomm.tuner.verify.verify", lambda *_: verified())
-    monkeypatch.setattr("tunedcomm.tuner.gang.ranks.run_module", lambda *_, **__: 0)
+    for name in ("run_module", "run_forked"):
+        monkeypatch.setattr(f"tunedcomm.tuner.gang.ranks.{name}", lambda *_, **__: 0)
     monkeypatch.setattr(demo, "run_sweep", lambda *_, **__: (sweep, "user.db"))
     monkeypatch.setattr(doctor, "run_checks", lambda **_: LINES)
     monkeypatch.setenv("TUNEDCOMM_DB", "user.db")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,7 @@ from tunedcomm.cli.explain import decide_offline, explanation
 from tunedcomm.cli.options import CallOptions, JsonOption, backend_or_default, known_op, local_ranks
 from tunedcomm.cli.output import Table, emit, format_ratio, message_of, note, show
 from tunedcomm.cli.tune import run_sweep
+from tunedcomm.hardware import num_gpu_ranks
 from tunedcomm.metrics import format_us
 from tunedcomm.spec import ITEMSIZE, Problem, format_shape, parse_shape
 
@@ -38,7 +40,7 @@ def demo(
 
     Example: tunedcomm demo --db demo.db
     """
-    from tunedcomm.tuner.gang.ranks import run_module
+    from tunedcomm.tuner.gang.ranks import run_forked, run_module
     from tunedcomm.tuner.machine import machine_settings
     from tunedcomm.tuner.search.spec import SweepSpec
 
@@ -68,7 +70,11 @@ def demo(
     won = Table.of(_columns(library, shares), choices, f"{op.name} of {dtype} on {ranks} ranks, {machine}")
     show(choices, [won, *explanation(choices[len(choices) // 2])], as_json=as_json)
     environment = {"TUNEDCOMM_DB": url, "TUNEDCOMM_MISS_LOG": "0"}
-    if code := run_module("tunedcomm.cli.demo", [dtype, *texts], world_size=ranks, environment=environment):
+    if num_gpu_ranks():
+        code = run_module("tunedcomm.cli.demo", [dtype, *texts], world_size=ranks, environment=environment)
+    else:
+        code = run_forked(partial(main, dtype, texts), world_size=ranks, environment=environment)
+    if code:
         note(f"a sum was wrong, or a rank failed: the ranks ended with code {code}")
         raise typer.Exit(1)
     if not as_json:

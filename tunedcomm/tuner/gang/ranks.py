@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from tunedcomm.hardware import gpu_of, num_gpu_ranks
 
@@ -119,6 +120,41 @@ def run_module(
             send_kill(rank)
         for rank in ranks:
             rank.wait()
+
+
+def run_forked(body: Callable[[], int], *, world_size: int, environment: Mapping[str, str]) -> int:
+    """Run `body` on forked CPU ranks, which need not import anything; else like `run_module`.
+
+    This process may have no GPU context, process group or thread that the ranks need.
+    """
+    import torch
+
+    parent = os.getpid()
+
+    def run_rank(rank: int) -> NoReturn:
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills the ranks
+        os.dup2(2, 1)
+        variables = {**rank_environment(environment), **_place_of(rank, world_size, store)}
+        os.environ.clear()
+        os.environ.update(variables)
+        torch.set_num_threads(1)
+        sys.exit(body())
+
+    fork = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        ranks = [fork.Process(target=run_rank, args=(rank,)) for rank in range(world_size)]
+        for rank in ranks:
+            rank.start()
+    try:
+        while None in (codes := [rank.exitcode for rank in ranks]) and not any(codes):
+            time.sleep(_POLL_S)
+        return next(filter(None, codes), 0)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.join()
 
 
 def join_group(timeout: timedelta | None = None) -> torch.device:
