@@ -336,7 +336,7 @@ def check_binaries() -> Iterator[Line]:
 
     _discover()
     if targets := binaries.targets():
-        held, why = f"{binaries.folder()} has those of {', '.join(targets)}", None
+        held, why = f"{binaries.folder()} has binaries of {', '.join(targets)}", None
         if torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
             why = binaries.misfit(10 * major + minor, kernels.source_hashes())

@@ -98,7 +98,7 @@ ALL_GATHER_LIST = register_op(
         dtypes=("uint8",),
         layouts=ALIGNMENTS,
         ordered_reference=_received,
-        reference=lambda *asked: tuple(each.double() for each in _received(*asked)),
+        reference=lambda *arguments: tuple(each.double() for each in _received(*arguments)),
     )
 )
 
@@ -161,12 +161,12 @@ def tensor_of(packet, tensors_from, tensors_to, tensor_bytes):
     before = tensor_bytes[0] * 0
     for i in tl.static_range(_TENSORS):
         there = (tensor_bytes[i] + 15) // 16
-        here = (packet >= before) & (packet < before + there)
+        inside = (packet >= before) & (packet < before + there)
         at = (packet - before) * 16
-        source = tl.where(here, tensors_from[i] + at, source)
-        place = tl.where(here, tensors_to[i] + at, place)
-        left = tl.where(here, tensor_bytes[i] - at, left)
-        size = tl.where(here, tensor_bytes[i], size)
+        source = tl.where(inside, tensors_from[i] + at, source)
+        place = tl.where(inside, tensors_to[i] + at, place)
+        left = tl.where(inside, tensor_bytes[i] - at, left)
+        size = tl.where(inside, tensor_bytes[i], size)
         before += there
     return source, place, left, size
 

@@ -1,6 +1,6 @@
 """one_shot_fp32: `one_shot` whose results are fp32 sums of 16-bit floats, never rounded between.
 
-Everything but the last step, which widens, sums in rank order and writes two packets for one, is that of `one_shot`.
+Everything but the last step, which widens, sums in rank order and writes two packets for one, is as in `one_shot`.
 
 Numerics: ordered. Graph-safe.
 Source: as `one_shot`.

@@ -45,17 +45,19 @@ class HostGather(HostVariant, registered=True):
 
         stage = HostStage(workspace, problem, config)
         copy, own_slots, addresses, rank = stage.copy, stage.own_slots, stage.addresses, stage.ring.rank
-        asked = replace(problem, shape=(1,), dtype="int32", layout="")
-        exchange = Collective.of(GatherCounts.variant, asked, {**config, "chunk_kib": 16, "threads": 1}).bind(workspace)
+        one_count = replace(problem, shape=(1,), dtype="int32", layout="")
+        exchange = Collective.of(GatherCounts.variant, one_count, {**config, "chunk_kib": 16, "threads": 1}).bind(
+            workspace
+        )
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            x, (out, told) = inputs[0], outputs
+            x, (out, all_counts) = inputs[0], outputs
             if problem.layout == PADDED:
-                exchange((torch.full((1,), len(x), dtype=torch.int32, device="cpu"),), (told,), stream)
-                counts = told.tolist()
+                exchange((torch.full((1,), len(x), dtype=torch.int32, device="cpu"),), (all_counts,), stream)
+                counts = all_counts.tolist()
             else:
                 counts = _counts_of(inputs[1], problem, workspace)
-                told.copy_(torch.tensor(counts, dtype=torch.int32, device="cpu"))
+                all_counts.copy_(torch.tensor(counts, dtype=torch.int32, device="cpu"))
             firsts, sizes = _bytes_of(counts, problem)
 
             def put(slot: int, at_x: int, first: int, size: int) -> None:

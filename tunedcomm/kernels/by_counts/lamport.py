@@ -151,11 +151,11 @@ def gather_kernel(
         before = max_rows * 0
         for i in tl.static_range(WORLD_SIZE):
             there = (sent[i] * row_bytes + 15) // 16
-            here = (at >= before) & (at < before + there)
-            owner = tl.where(here, i, owner)
-            packet = tl.where(here, at - before, packet)
-            place = tl.where(here, rows_before(counts, i, max_rows, WORLD_SIZE, LAYOUT) * row_bytes, place)
-            size = tl.where(here, sent[i] * row_bytes, size)
+            inside = (at >= before) & (at < before + there)
+            owner = tl.where(inside, i, owner)
+            packet = tl.where(inside, at - before, packet)
+            place = tl.where(inside, rows_before(counts, i, max_rows, WORLD_SIZE, LAYOUT) * row_bytes, place)
+            size = tl.where(inside, sent[i] * row_bytes, size)
             before += there
         slot = owner * total + packet
         w0, w1, w2, w3 = poll_from(local + stage + slot * 16, mask, owner, timeout_ns, status)

@@ -183,7 +183,7 @@ def _exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tu
     import torch
 
     counts = sample_counts(problem)
-    out, told = _make_outputs(problem, inputs[0][0].device)
+    out, all_counts = _make_outputs(problem, inputs[0][0].device)
     out.view(-1).view(torch.uint8).zero_()
     flat = out.view(-1, problem.shape[1])
     firsts = list(accumulate(counts[:-1], initial=0))
@@ -191,7 +191,7 @@ def _exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tu
         firsts = [peer * problem.shape[0] for peer in range(problem.world_size)]
     for peer, first in enumerate(firsts):
         flat[first : first + counts[peer]].copy_(inputs[peer][0][: counts[peer]])
-    return out, told.copy_(torch.tensor(counts, dtype=torch.int32, device="cpu"))
+    return out, all_counts.copy_(torch.tensor(counts, dtype=torch.int32, device="cpu"))
 
 
 def _summed(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int, *, exact: bool) -> tuple[torch.Tensor]:
@@ -245,7 +245,7 @@ ALL_GATHER_V = register_op(
         rank_of_shape=2,
         make_inputs=_make_inputs,
         make_outputs=_make_outputs,
-        reference=lambda *asked: _as_double(_exact(*asked)),
+        reference=lambda *arguments: _as_double(_exact(*arguments)),
         tolerance=dict.fromkeys(DTYPES, 0.0),
         message_bytes=lambda problem: problem.nbytes,
         busbw_factor=shard_factor,
@@ -269,12 +269,12 @@ REDUCE_SCATTER_V = register_op(
         rank_of_shape=2,
         make_inputs=_make_summands,
         make_outputs=_make_outputs,
-        reference=lambda *asked: _summed(*asked, exact=False),
+        reference=lambda *arguments: _summed(*arguments, exact=False),
         tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
         message_bytes=lambda problem: problem.nbytes,
         busbw_factor=shard_factor,
         default_shapes=_default_shapes,
-        ordered_reference=lambda *asked: _summed(*asked, exact=True),
+        ordered_reference=lambda *arguments: _summed(*arguments, exact=True),
         layouts=(PACKED, DEVICE),
         related_forms=lambda problem: ((PACKED, DEVICE), ()),
         is_per_rank=True,
@@ -357,27 +357,27 @@ class GatherLibrary(LibraryVariant, registered=True):
             gather(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
 
         def run_packed(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            (x, counts), (out, told) = inputs, outputs
+            (x, counts), (out, all_counts) = inputs, outputs
             shares = out.view(-1, row).split(counts.tolist())
             shares[rank].copy_(x.view(-1, row))
             with together(group, workspace.device):
                 for root, share in enumerate(shares):
                     if share.numel():
                         dist.broadcast(share.view(-1).view(torch.uint8), group=group, group_src=root)
-            told.copy_(counts)
+            all_counts.copy_(counts)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            x, (out, told) = inputs[0].view(-1, row), outputs
+            x, (out, all_counts) = inputs[0].view(-1, row), outputs
             if problem.layout == PADDED:
                 sent = x.new_empty(most, row)
                 sent[: len(x)].copy_(x)
                 whole(sent, out)
-                whole(torch.full((1,), len(x), dtype=torch.int32, device=x.device), told)
+                whole(torch.full((1,), len(x), dtype=torch.int32, device=x.device), all_counts)
                 return
-            told.copy_(note_clamped(problem, inputs[1], workspace))
+            all_counts.copy_(note_clamped(problem, inputs[1], workspace))
             got = x.new_empty(n * most, row)
             whole(x, got)
-            peer, within = sources_of(told, n * most)
+            peer, within = sources_of(all_counts, n * most)
             torch.index_select(got, 0, (peer * most + within).clamp(max=n * most - 1), out=out.view(-1, row))
 
         return run_packed if problem.layout == PACKED else run

@@ -87,8 +87,8 @@ def gather_push_kernel(
         counts = ()
         for i in tl.static_range(WORLD_SIZE):
             written = local + scatter + (i * blocks + block) * 8
-            told = tl.load(written.to(tl.pointer_type(tl.int64)), mask=rank != i, other=0)
-            counts = counts + (tl.where(rank == i, own, told),)
+            of_peer = tl.load(written.to(tl.pointer_type(tl.int64)), mask=rank != i, other=0)
+            counts = counts + (tl.where(rank == i, own, of_peer),)
     write_counts(counts_out, counts, WORLD_SIZE)
     sizes, places = (), ()
     largest = max_rows * 0
