@@ -208,7 +208,7 @@ def explain(
 
 
 def _memory_of(communicator: Communicator) -> str | None:
-    """What the group holds of the device's memory, in words."""
+    """Say how much device memory the group holds, and for what."""
     if communicator.workspace is None:
         return None
     held = {name: nbytes for name, nbytes in communicator.workspace.held().items() if nbytes}

@@ -113,7 +113,7 @@ def ulysses_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def keep_counts(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keep counts in a tensor; of all_gather_v those of the result, which are within their bound."""
+    """Keep counts in a tensor; all_gather_v's are its result's counts, which are within their bound."""
     ctx.save_for_backward(output[1] if isinstance(output, tuple) else inputs[1])
     ctx.has_counts = inputs[1] is not None
     if isinstance(output, tuple):

@@ -255,7 +255,7 @@ def reduce_scatter_v(
     numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
 ) -> torch.Tensor:
-    """Sum rows over all ranks; rank r gets `counts[r]` of them, behind those of the ranks before it.
+    """Sum rows over all ranks; rank r gets `counts[r]` of them, behind the rows of the ranks before it.
 
     Args:
         x: rows along dimension 0, any strides: Σ counts of them, or n · `max_count` with counts in a tensor, of which

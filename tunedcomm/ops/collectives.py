@@ -371,7 +371,7 @@ def all_gather_list(
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
-    Every bit comes through as it was sent. Has no gradient: what goes one by one has that of `all_gather`. Can be
+    Every bit comes through as it was sent. Has no gradient: tensors that go one by one have `all_gather`'s. Can be
     captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
     x = xs[0] if len(xs) else None

@@ -120,7 +120,7 @@ class Driver:
         return torch.cuda.device(self.device)
 
     def view(self) -> View:
-        """How this process sees its GPU."""
+        """Return the GPU as this process sees it."""
         kinds = {DESCRIPTOR: self._has(_HAS_DESCRIPTORS), FABRIC: self._has(_HAS_FABRIC)}
         return View(
             uuid=str(torch.cuda.get_device_properties(self.device).uuid),
@@ -419,7 +419,7 @@ class MappedMemory:
         self._driver.allow(address, nbytes)
 
     def _missing(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What is not backed of these ranges, in whole granules, each run of them once."""
+        """Return the parts of these ranges without memory, in whole granules, neighbours joined."""
         size = self._granule
         have = {granule for start, stop in self.backed for granule in range(start // size, stop // size)}
         wanted = {

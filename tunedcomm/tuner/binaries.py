@@ -73,7 +73,7 @@ def compile_winners(
 
 
 def requests_of(problem: Problem, candidate: Candidate, num_sms: int) -> Iterator[CompileRequest | SharedGrid]:
-    """What a plan binds: eager ones may take half of the GPU, and leave out `launch_pdl` beside captured graphs."""
+    """Yield the binaries that plans bind: eager plans take half of the GPU, and no `launch_pdl` beside graphs."""
     variant, config = get_variant(candidate.op, candidate.variant), candidate.config_dict
     if problem.mode == "graph":
         yield from variant.compile_requests(problem, config)

@@ -132,7 +132,7 @@ class JobStrategy(Strategy):
         return [*self._guesses[problem], *defaults[:1], *known.feasible(problem, winners), *defaults[1:]]
 
     def first_binaries(self, known: Knowledge) -> dict[CompileRequest, None]:
-        """What the searches launch first, in their order: one candidate of each problem in turn."""
+        """List the binaries of the searches' first candidates, one candidate of each problem in turn."""
         turns = itertools.zip_longest(*(self._first(problem, known) for problem in self._guesses))
         found: dict[CompileRequest, None] = {}
         for problem, candidate in (pair for turn in turns for pair in turn if pair is not None):

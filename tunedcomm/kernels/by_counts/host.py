@@ -1,7 +1,7 @@
 """host_one_shot: CPU tensors over the ring of slots in shared memory; every rank copies or sums its peers' rows.
 
-As many pieces pass as max_count rows have, on every rank; those of fewer rows are short or empty. Where ranks do not
-know each other's counts, an all_gather of these comes first.
+As many pieces pass as max_count rows have, on every rank; pieces of ranks with fewer rows are short or empty. Where
+ranks do not know each other's counts, an all_gather of the counts comes first.
 
 Numerics: ordered.
 """

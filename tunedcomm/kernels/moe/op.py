@@ -28,7 +28,7 @@ rounded once. What had no room counts as zeros. In the layout `tokens` inputs ar
 [n · T, H], expert_ids of the dispatch and topk_ids; y[t] is the sum of the ranks' rows in order, from +0.0 in fp32
 (fp64 for fp64), rounded once.
 
-In the layout `rank` of ep_combine weights are those of all ranks, [n, T, K]. Each rank sums its rows of a token by
+In the layout `rank` of ep_combine the weights are all ranks' weights, [n, T, K]. Each rank sums its rows of a token by
 weight over k in order, from +0.0 in fp32 (fp64 for fp64), and rounds to the results' dtype; y[t] is the sum of these
 sums in rank order, rounded once more. What had no room adds nothing.
 
