@@ -228,15 +228,24 @@ def doubt(path: str) -> None:
 
 
 def test_a_check_warns_of_what_does_not_hold(rank: int) -> None:
+    """On a busy machine a check may time the winner close to the library, or not in time: some check must warn."""
     os.environ["TUNEDCOMM_AUTOTUNE"] = "check"
     if rank == 0:
         doubt(os.environ["TUNEDCOMM_DB"])
     dist.barrier()
-    tunedcomm.release_communicators()
-    with logged() as messages, tunedcomm.intercept():
-        dist.all_reduce(torch.ones(1700))
-        assert source_of(1700, in_place=True) == "exact"
-    assert bool([text for text in messages if "does not hold" in text]) == (rank == 0), messages
+    warned = [False]
+    for _ in range(10):
+        tunedcomm.release_communicators()
+        with logged() as messages, tunedcomm.intercept():
+            dist.all_reduce(torch.ones(1700))
+            assert source_of(1700, in_place=True) == "exact"
+        found = [text for text in messages if "does not hold" in text]
+        assert rank == 0 or not found
+        warned = [bool(found)]
+        dist.broadcast_object_list(warned, src=0)
+        if warned[0]:
+            break
+    assert warned[0], "no check warned"
     if rank == 0:
         with Database.open(os.environ["TUNEDCOMM_DB"], readonly=True) as database:
             assert len(database.runs()) == 2, "a check stores nothing"
