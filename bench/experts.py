@@ -1,17 +1,22 @@
-"""Time ep_dispatch with ep_combine in the layout `tokens`, in CUDA graphs: both together, and each alone.
+"""Time ep_dispatch with ep_combine in CUDA graphs: both together, and each alone.
 
-    torchrun --nproc-per-node 2 bench/experts.py --tokens 1 16 64 128 1024 4096
+    torchrun --nproc-per-node 2 bench/experts.py --tokens 1 16 64 128 1024 4096 --flashinfer
 
-For each number of tokens a rank: the defaults of the variants, in buffers and without, and with --configs other grids
-around them. Calls of a graph take turns over two slots, as a program's layers do. Routing is random: --topk of
---experts. The slowest rank's median counts. Prints a line for each contender, the fastest of each kind last.
+For each number of tokens a rank and kind (layout `tokens`, the same in buffers, layout `contiguous` with sums of each
+rank's experts): the defaults of the variants, and with --configs other grids around them. The last kind's pair has
+an all_gather of the weights in it. With --flashinfer FlashInfer's exchange takes turns with each fastest pair; it
+delivers tokens in its workspace, unsorted, and reads results there. Calls of a graph take turns over two slots, as a
+program's layers do. Routing is random: --topk of --experts. The slowest rank's median counts. Prints the fastest of
+each variant and both together.
 """
 
 from __future__ import annotations
 
 import itertools
+import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +33,17 @@ from tunedcomm.tuner.gang.ranks import join_group
 from tunedcomm.tuner.measure import timing
 
 CALLS, ROUNDS = 10, 15
+BY_TOKEN = ("tokens_lamport", "tokens_push")
+# Kind to layout and variants of the dispatch, then of the combine.
 KINDS = {
-    "plain": (("tokens_lamport", "tokens_push"), ("tokens_lamport", "tokens_push")),
-    "buffers": (("tokens_lamport", "tokens_direct"), ("tokens_lamport", "tokens_pull", "tokens_push")),
+    "plain": (("tokens", BY_TOKEN), ("tokens", BY_TOKEN)),
+    "buffers": (
+        ("tokens", ("tokens_lamport", "tokens_direct")),
+        ("tokens", ("tokens_lamport", "tokens_pull", "tokens_push")),
+    ),
+    "contiguous": (("contiguous", ("lamport", "push", "two_phase")), ("rank", BY_TOKEN)),
 }
+FLASHINFER = Path(__file__).parent / "peers" / "flashinfer.py"
 AXES: dict[str, tuple[Any, ...]] = {
     "num_blocks": (16, 32, 64, 128, 256), "num_warps": (2, 4, 8, 16), "split": (1, 2, 4, 8), "items": (1, 2, 4),
     "chunk_tokens": (64, 256, 1024),
@@ -72,10 +84,41 @@ def prepared(communicator: Communicator, problem: Problem) -> tuple[list[Any], l
     return made_inputs, made_outputs
 
 
+def weights_of_all(communicator: Communicator, numel: int, stream: torch.cuda.Stream) -> Callable[[int], None]:
+    """The all_gather of the weights that sums of each rank's experts need."""
+    problem = Problem("all_gather", (numel,), "float32", communicator.world_size)
+    variant = get_variant("all_gather", "lamport")
+    candidate = Candidate.of("all_gather", "lamport", variant.default(problem, communicator.limits))
+    inputs, outputs = prepared(communicator, problem)
+    launch = communicator.bind(problem, candidate)
+    return lambda turn: launch(inputs[turn % 2], outputs[turn % 2], stream.cuda_stream)
+
+
+def flashinfers(problem: Problem, communicator: Communicator, stream: torch.cuda.Stream) -> Callable[[int], None]:
+    """FlashInfer's dispatch and combine of such tokens, ids and weights."""
+    by_token = replace(problem, layout="tokens", input_kind="plain")
+    inputs, _ = prepared(communicator, by_token)
+    pair = runpy.run_path(str(FLASHINFER))["experts_pair"](by_token, communicator.device)
+    given = [(x, ids.int(), weights.contiguous()) for x, ids, weights in inputs]
+
+    def call(turn: int) -> None:
+        with torch.cuda.stream(stream):
+            pair(given[turn % 2])
+
+    return call
+
+
 def main() -> None:
     """Measure."""
     options = arguments(
-        __doc__, tokens=[1, 16, 64, 128, 1024, 4096], hidden=7168, topk=8, experts=256, configs=False, csv=None
+        __doc__,
+        tokens=[1, 16, 64, 128, 1024, 4096],
+        hidden=7168,
+        topk=8,
+        experts=256,
+        configs=False,
+        flashinfer=False,
+        csv=None,
     )
     device = join_group()
     kernels.discover()
@@ -84,9 +127,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for count, kind in itertools.product(options.tokens, KINDS):
         shape = (count, options.hidden, options.topk, options.experts)
+        problems: dict[str, Problem] = {}
         calls: dict[str, list[tuple[Candidate, Callable[[int], None]]]] = {}
-        for op, names in zip(("ep_dispatch", "ep_combine"), KINDS[kind], strict=True):
-            problem = Problem(op, shape, "bfloat16", communicator.world_size, reduction="", layout="tokens")
+        for op, (layout, names) in zip(("ep_dispatch", "ep_combine"), KINDS[kind], strict=True):
+            problem = Problem(op, shape, "bfloat16", communicator.world_size, reduction="", layout=layout)
             problem = replace(problem, input_kind="symmetric" if kind == "buffers" else "plain")
             inputs, outputs = prepared(communicator, problem)
             chosen = [
@@ -95,7 +139,7 @@ def main() -> None:
                 for candidate in candidates_of(problem, communicator, name, more=options.configs)
             ]
             compile_all((problem, candidate) for candidate in chosen)
-            calls[op] = []
+            problems[op], calls[op] = problem, []
             for candidate in chosen:
                 try:
                     launch = communicator.bind(problem, candidate)
@@ -123,17 +167,24 @@ def main() -> None:
         for op, several in calls.items():
             latencies = slowest(times_in_turn([timed(call) for _, call in several], ROUNDS, stream))
             for (candidate, call), latency in zip(several, latencies, strict=True):
-                problem = Problem(op, shape, "bfloat16", communicator.world_size, reduction="", layout="tokens")
-                rows.append(row_of(problem, kind, str(candidate), latency))
+                rows.append(row_of(problems[op], kind, str(candidate), latency))
                 for key in (op, f"{op} {candidate.variant}"):
                     if key not in fastest or latency.p50_us < fastest[key][0]:
                         fastest[key] = latency.p50_us, candidate, call
-        pair = [fastest[op] for op in calls]
-        (latency,) = slowest(times_in_turn([timed(*(call for _, _, call in pair))], ROUNDS, stream))
+        pair = [fastest[op][2] for op in calls]
+        if kind == "contiguous":
+            pair.insert(1, weights_of_all(communicator, count * options.topk, stream))
+        contenders = {"both": timed(*pair)}
+        if options.flashinfer:
+            contenders["FlashInfer"] = timed(flashinfers(problems["ep_dispatch"], communicator, stream))
+        together = slowest(times_in_turn(list(contenders.values()), ROUNDS, stream))
+        for name, latency in zip(contenders, together, strict=True):
+            rows.append(row_of(problems["ep_combine"], f"{kind} {name}", "", latency))
         if communicator.rank == 0:
             for key, (us, candidate, _) in fastest.items():
-                print(f"{count:5} {kind:8} {key:30} {us:9.2f} us {candidate}")
-            print(f"{count:5} {kind:8} {'both':30} {latency.p50_us:9.2f} us", flush=True)
+                print(f"{count:5} {kind:10} {key:30} {us:9.2f} us {candidate}")
+            for name, latency in zip(contenders, together, strict=True):
+                print(f"{count:5} {kind:10} {name:30} {latency.p50_us:9.2f} us", flush=True)
     communicator.check_peers()
     finish(communicator, rows, options.csv)
 

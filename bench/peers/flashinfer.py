@@ -1,17 +1,18 @@
-"""FlashInfer (github.com/flashinfer-ai/flashinfer) as a contender: its port of TensorRT-LLM's all_reduce, and Ulysses.
+"""FlashInfer (github.com/flashinfer-ai/flashinfer) as a contender.
 
-Needs the package flashinfer-python. Only the backend `trtllm` is used, which makes its workspace without multicast;
-`mnnvl` and `auto` may make multicast objects. Results go to given tensors, inputs are ordinary ones.
+Its port of TensorRT-LLM's all_reduce, its all_reduce with fp8 on the wire, Ulysses, and for bench/experts.py its
+exchange of experts. Needs the package flashinfer-python. Only the backend `trtllm` is used, which makes its workspace
+without multicast; `mnnvl` and `auto` may make multicast objects. Results go to given tensors, inputs are ordinary ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from tunedcomm.peers import LeftOut, Peer, Tensors, default_group
+from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, need_rendezvous
 from tunedcomm.spec import ITEMSIZE, Problem
 
 LARGEST_HIDDEN = 8192
@@ -147,12 +148,59 @@ def _ulysses(comm: Any, problem: Problem, device: torch.device) -> Iterator[Peer
     yield Peer("nvlink", lambda: (torch.empty(flat, dtype=dtype, device=device),), run)
 
 
+def _quantized(comm: Any, problem: Problem, device: torch.device) -> Iterator[Peer]:
+    """Its two-shot with fp8 and a scale of 128 elements on the wire. Its symmetric memory is PyTorch's."""
+    if problem.scaling != "fp8_group128" or problem.dtype != "bfloat16" or problem.numel % 8:
+        raise LeftOut("it quantises multiples of 8 bfloat16 elements, to fp8")
+    need_rendezvous(device)
+    out = torch.empty(problem.shape, dtype=torch.bfloat16, device=device)
+
+    def run(inputs: Tensors) -> Tensors:
+        comm.quantized_all_reduce(inputs[0], default_group(), scale_group=128, output=out)
+        return (out,)
+
+    yield Peer("fp8 two-shot", lambda: (torch.empty_like(out),), run)
+
+
+def experts_pair(problem: Problem, device: torch.device) -> Callable[[Tensors], torch.Tensor]:
+    """Its dispatch and combine of one ep_dispatch problem: tokens, ids and weights there, a row a rank back.
+
+    A dispatch without its combine can hang, so they are one call. Experts would write their rows where the combine
+    reads them, in its workspace; nothing writes there. It sends an id of -1 to rank 0: compare without such ids.
+
+    Args:
+        problem: ep_dispatch in the layout `tokens`.
+        device: this rank's GPU.
+
+    Returns:
+        The call, given x, ids (int32) and weights (float32).
+    """
+    from flashinfer.comm.comm_backend import TorchDistBackend
+    from flashinfer.comm.mapping import Mapping
+    from flashinfer.comm.mnnvl import MnnvlConfig
+    from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll
+
+    tokens, hidden, topk, experts = problem.shape
+    n, rank = problem.world_size, default_group().rank()
+    mapping = Mapping(n, rank, n, tp_size=n, moe_ep_size=n)
+    config = MnnvlConfig(comm_backend=TorchDistBackend(default_group()))
+    exchange = MoeAlltoAll(mapping, tokens, topk, experts, hidden_size=hidden, mnnvl_config=config)
+
+    def run(inputs: Tensors) -> torch.Tensor:
+        exchange.dispatch(inputs[1], list(inputs), tokens)
+        rows = exchange.get_combine_payload_tensor_in_workspace(tokens, hidden, inputs[0].dtype)
+        total: torch.Tensor = exchange.combine(rows, tokens, payload_in_workspace=True)
+        return total
+
+    return run
+
+
 _OPS = {"all_reduce": _all_reduce, "all_reduce_rms_norm": _norm}
 _MOVES = ("ulysses_scatter", "ulysses_gather")
 
 
 def peers(problem: Problem, device: torch.device) -> Iterator[Peer]:
-    """Its one-shot without flags, with and without early launch, and its two-shot."""
+    """Its forms of the problem's op."""
     from flashinfer import comm
 
     if problem.op in _MOVES:
@@ -164,6 +212,9 @@ def peers(problem: Problem, device: torch.device) -> Iterator[Peer]:
         return
     if problem.op not in _OPS:
         raise LeftOut(f"no adapter for FlashInfer's {problem.op}")
+    if problem.op == "all_reduce" and problem.scaling:
+        yield from _quantized(comm, problem, device)
+        return
     if not hasattr(comm, "create_allreduce_fusion_workspace"):
         raise LeftOut("this FlashInfer is older than create_allreduce_fusion_workspace")
     if problem.reduction != "sum" or problem.world_size not in WORLD_SIZES:
