@@ -36,6 +36,7 @@ from tunedcomm.dispatch.agreement import (
     on_every_rank,
     policies,
 )
+from tunedcomm.dispatch.compare import fault_of, fresh_copies, norm_of_input
 from tunedcomm.dispatch.launches import (
     SHARE_OF_EAGER,
     LaneOrder,
@@ -43,12 +44,9 @@ from tunedcomm.dispatch.launches import (
     Queue,
     after,
     counted,
-    fault_of,
-    fresh_copies,
     in_range,
     interpreted,
     no_intercept,
-    norm_of,
     undisturbed,
     wrapped,
 )
@@ -620,7 +618,7 @@ class Communicator:
                 launch(inputs, outputs, stream)
                 return
             copies, expected = fresh_copies(inputs, outputs)
-            size = norm_of(inputs[0]) if problem.reduction and inputs[0].is_floating_point() else 0.0
+            size = norm_of_input(problem, inputs)
             launch(inputs, outputs, stream)
             by_library(copies, expected, stream)
             with no_intercept():

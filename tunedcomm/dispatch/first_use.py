@@ -30,7 +30,8 @@ import torch
 
 from tunedcomm.db.checks import begin_check, store_check
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.launches import fault_of, fresh_copies, no_intercept, norm_of
+from tunedcomm.dispatch.compare import fault_of, fresh_copies, norm_of_input
+from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.errors import GroupAbortedError, InfeasibleError, PeerTimeoutError, WorkspaceError
 from tunedcomm.kernels import source_hash_of
 from tunedcomm.kernels.common.feasibility import Launch
@@ -259,8 +260,7 @@ def _release(communicator: Communicator, sample: Problem, calls: list[_Call]) ->
 
 def _fault(communicator: Communicator, sample: Problem, launch: Launch, by_library: Launch, call: _Call) -> str:
     """This rank's fault in one call, or ""."""
-    stream, first = _stream(communicator), call.inputs[0]
-    size = norm_of(first) if sample.reduction and first.is_floating_point() else 0.0
+    stream, size = _stream(communicator), norm_of_input(sample, call.inputs)
     launch(call.inputs, call.outputs, stream)
     by_library(call.copies, call.expected, stream)
     _synchronize(communicator)

@@ -365,7 +365,7 @@ def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Poo
     """The candidates measured at `problem` itself that `choose` compares under the default policy."""
     tables = _tables(snapshot, catalog, problem.op)
     lookup = _Lookup(tables, snapshot, catalog, "default", None, problem, problem, with_reasons=False)
-    return lookup.pool(lookup.rows_of_problem(), lookup.failed(None))
+    return lookup.pool(lookup.rows_of_problem(), lookup.failed_at_rows())
 
 
 def _tables(snapshot: Snapshot, catalog: Catalog, op: str) -> Tables:
@@ -487,14 +487,16 @@ class _Lookup:
         """Rows whose kernel is still the same; the library's always are."""
         return [row for row in rows if self.tables.is_fresh(row)]
 
-    def failed(self, family: Problem | None) -> Mapping[Candidate, str]:
-        """Candidates that failed where a prediction from rows of `family` looks, or if None at the rows themselves."""
-        families = [] if family is None else [self.problem.family, family]
-        families += [self.requested.family] if self.problem != self.requested else []
-        return self.tables.failed(dict.fromkeys(families))
+    def failed_at_rows(self) -> Mapping[Candidate, str]:
+        """Candidates that failed in the family of the caller's problem, where rows of another one answer for it."""
+        return self.tables.failed([self.requested.family] if self.problem != self.requested else [])
+
+    def failed_near(self, family: Problem) -> Mapping[Candidate, str]:
+        """Candidates that failed where a prediction from rows of `family` looks."""
+        return self.tables.failed(dict.fromkeys((self.problem.family, family, self.requested.family)))
 
     def usable(self, rows: Iterable[Row], failed: Mapping[Candidate, str]) -> dict[Candidate, str | None]:
-        """Each challenger with the reason why it may not run, or None; `failed` as `failed()` has it."""
+        """Each challenger with the reason why it may not run, or None; `failed` as `failed_near` has it."""
         return {row.candidate: self.why_unusable(row.candidate, failed) for row in rows if not row.is_library}
 
     def why_unusable(self, candidate: Candidate, failed: Mapping[Candidate, str]) -> str | None:
@@ -606,7 +608,7 @@ def _unmeasured(lookup: _Lookup, candidate: Candidate, source: Source, why: str)
 def _exact(lookup: _Lookup) -> Decision | None:
     rows = lookup.rows_of_problem()
     # The finals were measured with all SMs; the best on a few of them is seldom among them.
-    found = lookup.pool(rows, lookup.failed(None), every_trial=lookup.max_sms is not None)
+    found = lookup.pool(rows, lookup.failed_at_rows(), every_trial=lookup.max_sms is not None)
     if not found.scored:
         return None
     return _settle(lookup, found, rows, "exact", "", near=partial(_near_pools, lookup, lookup.family))
@@ -644,7 +646,7 @@ def _from_family(lookup: _Lookup, family: Family, reach: int | None, relaxed: st
     sizes = family.fresh_sizes(lookup.problem.shape)
     if sizes is None:
         return None
-    size, failed = lookup.size, lookup.failed(family.problem)
+    size, failed = lookup.size, lookup.failed_near(family.problem)
     here = sizes.rows.get(size, _NO_ROWS)
     if lookup.serves(here, failed):
         found = lookup.pool(here, failed)
@@ -687,7 +689,7 @@ def _named(rows: Sequence[Row], size: int) -> str:
 
 def _nearby_winner(lookup: _Lookup, family: Family, rows: Rows, text: str) -> Decision:
     """The winner of another size or shape; its time at this one is not known."""
-    found = lookup.pool(rows, lookup.failed(family.problem), every_trial=True)
+    found = lookup.pool(rows, lookup.failed_near(family.problem), every_trial=True)
     return replace(_settle(lookup, found, rows, "interpolated", text), **_NO_TIMES)
 
 
@@ -696,7 +698,7 @@ def _near_pools(lookup: _Lookup, family: Family) -> list[Pool]:
     sizes = family.fresh_sizes(lookup.problem.shape)
     if sizes is None:
         return []
-    nearby, predicting, failed = sizes.rows, lookup.failed(family.problem), lookup.failed(None)
+    nearby, predicting, failed = sizes.rows, lookup.failed_near(family.problem), lookup.failed_at_rows()
     below, above = (
         list(islice((s for s in side if lookup.serves(nearby[s], predicting)), 2))
         for side in (sizes.below(lookup.size), sizes.above(lookup.size))
@@ -717,7 +719,7 @@ def _nearest_shape(lookup: _Lookup, family: Family, reach: int | None) -> Rows:
         factors = [max(x, y, 1) / max(min(x, y), 1) for x, y in zip(shape, asked, strict=True)]
         if reach is None or all(factor <= most for factor, most in zip(factors, reaches, strict=True)):
             near.append((math.prod(factors), shape))
-    failed = lookup.failed(family.problem)
+    failed = lookup.failed_near(family.problem)
     nearest = (family.fresh_by_shape[shape] for _, shape in sorted(near))
     return next((rows for rows in nearest if lookup.serves(rows, failed)), _NO_ROWS)
 
@@ -820,7 +822,7 @@ def _library(lookup: _Lookup) -> Decision:
         size = lookup.size
         nearest = min(by_size, key=lambda s: (abs(math.log(s / size)), s))
         rows = by_size[nearest]
-        lookup.report(rows, lookup.failed(lookup.problem.family))
+        lookup.report(rows, lookup.failed_near(lookup.problem.family))
         why = f"what is measured at {_named(rows, nearest)}, the nearest size, may not serve this one"
         if any(row.problem == lookup.problem for row in rows):
             why, advice = "of what is measured at this very size only the library may serve", ""

@@ -29,8 +29,7 @@ from tunedcomm.tuner.gang.protocol import (
     pruned,
     rounds_after_look,
 )
-from tunedcomm.tuner.measure import correctness as check
-from tunedcomm.tuner.measure import timing as measure
+from tunedcomm.tuner.measure import correctness, timing
 from tunedcomm.tuner.measure.correctness import Case, Guarded, Judgement, Tensors
 from tunedcomm.tuner.measure.timing import TimedRun
 
@@ -57,8 +56,8 @@ class CompileCount:
             self._before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
 
 
-# (kind, index) of the cases to launch; the index is added to the seed.
-Plan: TypeAlias = list[tuple[str, int]]
+# (kind, index) of cases to launch; the index is added to the seed.
+CaseKeys: TypeAlias = list[tuple[str, int]]
 _SLOT_OF_SECOND = 3  # after the slots of the odd shapes
 # A candidate leaks if every one of these batches of launches takes more memory.
 _LEAK_BATCHES, _LEAK_LAUNCHES = 5, 4
@@ -95,9 +94,9 @@ class ProblemTensors:
         self._cases: dict[tuple[str, int], Case] = {}
         self._second: tuple[Tensors, Tensors] | None = None  # inputs and outputs of every second launch of a graph
 
-    def make_cases(self, plan: Plan) -> None:
+    def make_cases(self, keys: CaseKeys) -> None:
         """Generate input values and expected results."""
-        for kind, index in [("random", 0), *plan]:
+        for kind, index in [("random", 0), *keys]:
             self.case(kind, index)
 
     def make_buffers(self) -> None:
@@ -105,42 +104,42 @@ class ProblemTensors:
         if self.inputs:
             return
         self.inputs, self.outputs = self._buffers(self._slot)
-        if self._slot == 0 and self.problem.mode == "graph" and self.problem.nbytes <= check.LARGE_BYTES:
+        if self._slot == 0 and self.problem.mode == "graph" and self.problem.nbytes <= correctness.LARGE_BYTES:
             self._second = self._buffers(_SLOT_OF_SECOND)
 
     def _buffers(self, slot: int) -> tuple[Tensors, Tensors]:
         like, shape = self.case("random", 0).inputs, f"of shape {self.problem.shape}"
         made = () if self.problem.in_place else self.op.make_outputs(self.problem, self._gang.device)
         addressed = (*like, *made) if self.op.symmetric_outputs else like
-        sizes = [tensor.nbytes + check.GUARD_BYTES for tensor in addressed]
+        sizes = [tensor.nbytes + correctness.GUARD_BYTES for tensor in addressed]
         rooms = [*self._gang.symmetric_rooms(self.problem, sizes, slot), *(None,) * len(made)]
         inputs = [
-            check.guard(tensor, f"input {index} {shape}", is_input=True, room=room)
+            correctness.guard(tensor, f"input {index} {shape}", is_input=True, room=room)
             for index, (tensor, room) in enumerate(zip(like, rooms, strict=False))
         ]
         outputs = [
-            check.guard(tensor, f"output {index} {shape}", is_input=False, room=room)
+            correctness.guard(tensor, f"output {index} {shape}", is_input=False, room=room)
             for index, (tensor, room) in enumerate(zip(made, rooms[len(like) :], strict=False))
         ]
         self.guarded += [*inputs, *outputs]
         given = tuple(one.tensor for one in inputs)
         return given, given if self.problem.in_place else tuple(one.tensor for one in outputs)
 
-    def try_room(self, plan: Plan) -> None:
+    def try_room(self, keys: CaseKeys) -> None:
         """Allocate once the further memory that checks and timing need, by judging the expected results."""
-        cases = [self.case(kind, index) for kind, index in plan]
+        cases = [self.case(kind, index) for kind, index in keys]
         results = [tuple(e.to(o.dtype) for e, o in zip(c.expected, self.outputs, strict=False)) for c in cases]
         self._judge(list(zip(cases, results, strict=True)), ordered=False)
-        check.are_kept(cases[-1], self.inputs)
+        correctness.are_kept(cases[-1], self.inputs)
         if self._slot == 0 and not self.further:
             cold = self.op.time_cold and self.problem.input_kind == "plain"
-            self.further = measure.further_turns(self.case("random", 0).inputs, cold=cold)
+            self.further = timing.further_turns(self.case("random", 0).inputs, cold=cold)
 
     def case(self, kind: str, index: int) -> Case:
         """A case, generated once."""
         if (kind, index) not in self._cases:
             seed = self._seed + index
-            self._cases[kind, index] = check.make_case(
+            self._cases[kind, index] = correctness.make_case(
                 self.op, self.problem, self._gang.rank, kind=kind, seed=seed, device=self._gang.device
             )
         return self._cases[kind, index]
@@ -159,17 +158,17 @@ class ProblemTensors:
             launch(self.inputs, self.outputs, self._handle)
         self._gang.synchronize()
 
-    def check(self, launch: Launch, plan: Plan, *, ordered: bool) -> Judgement:
-        """Launch every case of `plan` in a row, then judge them all; the first wrong one decides."""
-        cases = [self.case(kind, index) for kind, index in plan]
+    def check(self, launch: Launch, keys: CaseKeys, *, ordered: bool) -> Judgement:
+        """Launch every case of `keys` in a row, then judge them all; the first wrong one decides."""
+        cases = [self.case(kind, index) for kind, index in keys]
         results = []
         for index, case in enumerate(cases):
             self.load(case)
-            check.rank_delay(self._seed, self._gang.rank, index, self._gang.device)
+            correctness.rank_delay(self._seed, self._gang.rank, index, self._gang.device)
             launch(self.inputs, self.outputs, self._handle)
             results.append(tuple(output.clone() for output in self.outputs))
         found = self._judge_after(list(zip(cases, results, strict=True)), ordered=ordered)
-        if found.right and not self.problem.in_place and not check.are_kept(cases[-1], self.inputs):
+        if found.right and not self.problem.in_place and not correctness.are_kept(cases[-1], self.inputs):
             reason = f"a launch of shape {self.problem.shape} changed its inputs, which it may only read"
             return Judgement(found.error, reason)
         return found
@@ -200,7 +199,7 @@ class ProblemTensors:
                 self.load(case, buffers)
 
         load()  # a capture replays once, and indices among the inputs must be valid
-        graph = measure.capture(launch_all, stream)
+        graph = timing.capture(launch_all, stream)
         load()
         graph.replay()
         return self._judge_after([(c, outputs) for c, (_, outputs) in zip(cases, turns, strict=True)], ordered=ordered)
@@ -212,11 +211,11 @@ class ProblemTensors:
 
     def _judge(self, launched: list[tuple[Case, Tensors]], *, ordered: bool) -> Judgement:
         def judge(index: int, case: Case, result: Tensors) -> Judgement:
-            found = check.judge(self.op, self.problem, case, result, ordered=ordered)
+            found = correctness.judge(self.op, self.problem, case, result, ordered=ordered)
             reason = f"wrong at launch {index} of shape {self.problem.shape}, {found.reason}"
             return found if found.right else Judgement(found.error, reason)
 
-        return check.worst(judge(index, *one) for index, one in enumerate(launched, start=1))
+        return correctness.worst(judge(index, *one) for index, one in enumerate(launched, start=1))
 
 
 T = TypeVar("T")
@@ -233,7 +232,7 @@ def _sentence(error: BaseException) -> str:
 
 
 # A candidate bound at the problem's shape and, for a full check, at the odd shapes near it, with the cases to launch.
-_Bound: TypeAlias = list[tuple[ProblemTensors, Plan, Launch]]
+_Bound: TypeAlias = list[tuple[ProblemTensors, CaseKeys, Launch]]
 
 
 class _RefusedError(Exception):
@@ -284,7 +283,7 @@ class TrialRunner:
                     self._prepare_baseline(tensors, command.baseline)
                 self._gang.report("bind", candidate)
                 launch = self._prepare(tensors, candidate, full=command.full_check)
-                self._memory_bytes = check.memory_bytes(self._gang.device)
+                self._memory_bytes = correctness.memory_bytes(self._gang.device)
                 outcome = self._time(tensors, launch, candidate, command)
             except _RefusedError as refused:
                 vote = refused.vote
@@ -305,7 +304,7 @@ class TrialRunner:
         """
         self._gang.synchronize()
         self._gang.barrier()
-        damage = check.find_damage([one for tensors in self._tensors for one in tensors.guarded])
+        damage = correctness.find_damage([one for tensors in self._tensors for one in tensors.guarded])
         faults = [damage] if damage else []
         workspace = self._gang.communicator.workspace
         if workspace is not None and (count := workspace.rearm(problem.mode)):
@@ -329,12 +328,12 @@ class TrialRunner:
             self._drop_tensors()  # before the next tensors take memory
             self._tensors = [self._make_tensors(problem, 0)]
         if full:
-            shapes = check.odd_problems(self._tensors[0].op, problem)
+            shapes = correctness.odd_problems(self._tensors[0].op, problem)
             self._tensors += [self._make_tensors(shape, slot) for slot, shape in enumerate(shapes, 1)]
         self._is_full = full
-        plans = self._plans(full=full)
-        plans[0][1].append(check.LATE_CASE)
-        stages: list[Callable[[ProblemTensors, Plan], None]] = [
+        to_check = self._to_check(full=full)
+        to_check[0][1].append(correctness.LATE_CASE)
+        stages: list[Callable[[ProblemTensors, CaseKeys], None]] = [
             ProblemTensors.make_cases,
             lambda tensors, _: tensors.make_buffers(),
             ProblemTensors.try_room,
@@ -342,8 +341,8 @@ class TrialRunner:
         for stage in stages:
             trouble, reason = Trouble.NONE, ""
             try:
-                for tensors, plan in plans:
-                    stage(tensors, plan)
+                for tensors, keys in to_check:
+                    stage(tensors, keys)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -354,11 +353,11 @@ class TrialRunner:
             _accept(vote)
         return self._tensors[0]
 
-    def _plans(self, *, full: bool) -> list[tuple[ProblemTensors, Plan]]:
+    def _to_check(self, *, full: bool) -> list[tuple[ProblemTensors, CaseKeys]]:
         """The tensors of a check before the timing, each with the cases to launch."""
         tensors, *odd = self._tensors
-        plans = [(tensors, check.plan_cases(tensors.problem, full=full))]
-        return plans + [(one, [("random" if index else "integers", 0)]) for index, one in enumerate(odd) if full]
+        to_check = [(tensors, correctness.plan_cases(tensors.problem, full=full))]
+        return to_check + [(one, [("random" if index else "integers", 0)]) for index, one in enumerate(odd) if full]
 
     def _drop_tensors(self) -> None:
         self._tensors, self._is_full = [], False
@@ -372,7 +371,7 @@ class TrialRunner:
         ordered = _is_ordered(candidate)
         # Run every check, whatever this rank finds: the other ranks launch, too.
         vote = self._judge(
-            lambda: check.worst([one.check(launch, plan, ordered=ordered) for one, plan, launch in bound])
+            lambda: correctness.worst([one.check(launch, keys, ordered=ordered) for one, keys, launch in bound])
         )
         self._error = vote.value if math.isfinite(vote.value) else None
         _accept(vote)
@@ -384,15 +383,15 @@ class TrialRunner:
         trouble, reason = Trouble.NONE, ""
         communicator = self._gang.communicator
         variant = get_variant(candidate.op, candidate.variant)
-        plans = [
-            (one, plan)
-            for one, plan in self._plans(full=full)
+        to_check = [
+            (one, keys)
+            for one, keys in self._to_check(full=full)
             if one is tensors
             or variant.infeasible_reason(one.problem, candidate.config_dict, communicator.limits) is None
         ]
         begin, before = time.perf_counter(), self._compiles.num_compiled
         try:
-            bound = [(one, plan, communicator.bind(one.problem, candidate)) for one, plan in plans]
+            bound = [(one, keys, communicator.bind(one.problem, candidate)) for one, keys in to_check]
         except InfeasibleError as error:
             trouble, reason = Trouble.INFEASIBLE, str(error)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this candidate's outcome
@@ -443,7 +442,7 @@ class TrialRunner:
         if self._stream is None and get_variant(candidate.op, candidate.variant).kernels:
             return self._make_run(tensors, launch, 1)
         if self._stream is None:
-            calls, lead = measure.calls_on_host(
+            calls, lead = timing.calls_on_host(
                 lambda calls, lead: (
                     self._rounds(tensors, [self._make_run(tensors, launch, calls, lead=lead)], 2)[0].p50_us
                 )
@@ -451,12 +450,12 @@ class TrialRunner:
             return self._make_run(tensors, launch, calls, lead=lead)
         if not tensors.calls:
             (probe,) = self._rounds(tensors, [self._make_run(tensors, launch, 10)], 2)
-            tensors.calls = measure.calls_for(probe.p50_us)
+            tensors.calls = timing.calls_for(probe.p50_us)
         return self._make_run(tensors, launch, tensors.calls)
 
     def _make_run(self, tensors: ProblemTensors, launch: Launch, calls: int, *, lead: bool = False) -> TimedRun:
         def action() -> TimedRun:
-            return measure.make_run(
+            return timing.make_run(
                 launch,
                 tensors.inputs,
                 tensors.outputs,
@@ -477,7 +476,7 @@ class TrialRunner:
 
         def action() -> list[list[float]]:
             tensors.load(tensors.case("random", 0))
-            times = measure.take_rounds(self._gang.device_barrier, timed_runs, rounds, self._stream)
+            times = timing.take_rounds(self._gang.device_barrier, timed_runs, rounds, self._stream)
             self._gang.communicator.check_peers()
             return times
 
@@ -485,7 +484,7 @@ class TrialRunner:
         everyone = self._gang.gather((int(trouble), reason, times or []))
         if any(row[0] for row in everyone):
             raise _RefusedError(combine([row[:2] for row in everyone]))
-        return [measure.summarise([row[2][index] for row in everyone]) for index in range(len(timed_runs))]
+        return [timing.summarise([row[2][index] for row in everyone]) for index in range(len(timed_runs))]
 
     def _time(self, tensors: ProblemTensors, launch: Launch, candidate: Candidate, command: Command) -> TrialResult:
         """Time a first look, then more rounds interleaved with the library if the best latency is within reach."""
@@ -509,7 +508,7 @@ class TrialRunner:
         latencies = self._rounds(tensors, timed_runs, rounds)
         done = (self._settings.first_rounds + rounds) * timed.calls
         is_long = command.final and not self._settings.in_job
-        more = check.launches_to_go(done, latencies[0].p50_us, final=is_long)
+        more = correctness.launches_to_go(done, latencies[0].p50_us, final=is_long)
         self._check_late(tensors, timed, launch, done, more, ordered=ordered)
         baseline_us = latencies[1].p50_us if len(latencies) > 1 else None
         share = self._in_place_share(tensors, timed, candidate, rounds, command)
@@ -545,25 +544,25 @@ class TrialRunner:
         def action() -> Judgement:
             for _ in range(-(-more // timed.calls)):
                 timed.run()
-            return tensors.check(launch, [check.LATE_CASE], ordered=ordered)
+            return tensors.check(launch, [correctness.LATE_CASE], ordered=ordered)
 
         found, trouble, reason = self._guard(action)
         if found is not None and not found.right:
             trouble, reason = Trouble.INCORRECT, f"after {done + more} launches that were timed: {found.reason}"
-        grown = check.memory_bytes(self._gang.device) - self._memory_bytes
+        grown = correctness.memory_bytes(self._gang.device) - self._memory_bytes
         vote = _accept(self._gang.vote(trouble, reason, count=max(0, grown)))
-        if vote.count > check.LEAK_BYTES:
+        if vote.count > correctness.LEAK_BYTES:
             self._find_leak(tensors, launch)
 
     def _find_leak(self, tensors: ProblemTensors, launch: Launch) -> None:
         """Refuse a candidate if every batch of launches takes more memory; memory taken once is no leak."""
         total = 0
         for _ in range(_LEAK_BATCHES):
-            before = check.memory_bytes(self._gang.device)
+            before = correctness.memory_bytes(self._gang.device)
             _, trouble, reason = self._guard(lambda: tensors.repeat(launch, _LEAK_LAUNCHES))
-            grown = check.memory_bytes(self._gang.device) - before
+            grown = correctness.memory_bytes(self._gang.device) - before
             vote = _accept(self._gang.vote(trouble, reason, count=max(0, grown)))
-            if vote.count < check.LEAK_BYTES // _LEAK_BATCHES:
+            if vote.count < correctness.LEAK_BYTES // _LEAK_BATCHES:
                 return
             total += vote.count
         count = _LEAK_BATCHES * _LEAK_LAUNCHES
