@@ -96,7 +96,7 @@ def dispatch_lamport_kernel(
     KP: tl.constexpr = next_power_of_2(TOPK)
     WIDTH: tl.constexpr = next_power_of_2(LOCAL)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     threads = tl.arange(0, BLOCK)
     calls = read_counter(local, STATE_OFFSET)
     stage = arena + (calls & 1) * stage_bytes
@@ -107,7 +107,7 @@ def dispatch_lamport_kernel(
     table = scratch + WORLD_SIZE * blocks * BINS * 4 + block * (WORLD_SIZE * WIDTH * 4)
     own_places = scratch + WORLD_SIZE * blocks * (BINS + WIDTH) * 4
 
-    for token in tl.range(lane, tokens, lanes):
+    for token in tl.range(team, tokens, teams):
         at = rank * tokens + token
         send_token(
             token, x + token * wire_bytes, ids, id_words, tokens, 0, peers, rank, own_places, places,
@@ -130,7 +130,7 @@ def dispatch_lamport_kernel(
     k = tl.arange(0, KP)
     bits_of_k = tl.where(k < TOPK, others, 0).to(tl.int32)
     slot = SPLIT * tokens * (KP * 4)
-    for asked in tl.range(lane, tokens, lanes):
+    for asked in tl.range(team, tokens, teams):
         of_token = (part * tokens + asked) * KP + k
         told = poll_words(local + places + of_token * 4, slot, bits_of_k, timeout_ns, status, WORLD_SIZE)
         for i in tl.static_range(WORLD_SIZE):
@@ -143,7 +143,7 @@ def dispatch_lamport_kernel(
         scratch, table, counts_out, offsets_out, rank, bound, alignment, cell, WORLD_SIZE, EXPERTS, PADDED
     )  # fmt: skip
 
-    for placed in tl.range(lane, tokens, lanes):
+    for placed in tl.range(team, tokens, teams):
         for s in tl.range(0, WORLD_SIZE):
             r = (rank + s) % WORLD_SIZE
             here_at = r * tokens + placed
@@ -201,7 +201,7 @@ def combine_lamport_kernel(
 ):  # fmt: skip
     """Push the results for the peers' tokens, then sum the rows of the own tokens as they come."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     threads = tl.arange(0, BLOCK)
     row_bytes = row_packets * 16
     calls = read_counter(local, STATE_OFFSET)
@@ -210,14 +210,14 @@ def combine_lamport_kernel(
     one = tl.arange(0, 1)
     for i in tl.static_range(WORLD_SIZE - 1):
         send_words(peers[i] + stage + (rank * blocks + block) * 16 + one, one + 1, one == 0)
-    for token in tl.range(lane, tokens, lanes):
+    for token in tl.range(team, tokens, teams):
         send_results(
             token, results, rows, tokens, peers, rank, data + token * TOPK * row_bytes, row_packets, part,
             WORLD_SIZE, TOPK, True, SPLIT, BLOCK,
         )  # fmt: skip
 
     empty = tl.full((BLOCK,), SENTINEL, tl.int32)
-    for summed in tl.range(lane, tokens, lanes):
+    for summed in tl.range(team, tokens, teams):
         sources, weight, valid, there, remote = parts_of_sum(
             results, weights, ids, rows + (rank * tokens + summed) * (TOPK * 4), id_words, summed * TOPK,
             local + data + summed * TOPK * row_bytes, row_bytes, TOPK,

@@ -13,8 +13,8 @@ a kernel of its own, block by block of tokens, and the second kernel sums the bl
 less than every block going through all ids.
 
 Tokens go in pieces of `chunk_tokens` round a ring, so that a config suits any number of them. Block b does the tokens
-of lane b // SPLIT, and of each the packets of part b % SPLIT; it waits for block b of its peers alone. Blocks of one
-lane write the same places of tokens with the same values.
+of team b // SPLIT, and of each the packets of part b % SPLIT; it waits for block b of its peers alone. Blocks of one
+team write the same places of tokens with the same values.
 
 ep_combine collects piece c − 1 behind piece c, as in `all_to_all`'s `push`, whose proof holds here. ep_dispatch writes
 a token to up to K places and would leave the links idle meanwhile, so it takes a token of piece c and one of piece
@@ -392,7 +392,7 @@ def dispatch_kernel(
     KP: tl.constexpr = next_power_of_2(TOPK)
     WIDTH: tl.constexpr = next_power_of_2(LOCAL)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     threads = tl.arange(0, BLOCK)
     span = (tokens + num_chunks - 1) // num_chunks
     ring = tl.minimum(num_chunks, RING)
@@ -427,7 +427,7 @@ def dispatch_kernel(
                     WORLD_SIZE, EXPERTS, PADDED,
                 )  # fmt: skip
         lap, behind = (c - c % ring) * span, (d - d % ring) * span
-        for i in tl.range(lane, span, lanes):  # a token of each piece in turn, so that stores travel in the meantime
+        for i in tl.range(team, span, teams):  # a token of each piece in turn, so that stores travel in the meantime
             token, placed = c * span + i, d * span + i
             if (c < num_chunks) & (token < tokens):
                 send_token(
@@ -512,7 +512,7 @@ def combine_kernel(
 ):  # fmt: skip
     """In round c: push the results for piece c of every rank's tokens, sum piece c − 1 of the own ones."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     threads = tl.arange(0, BLOCK)
     span = (tokens + num_chunks - 1) // num_chunks
     ring = tl.minimum(num_chunks, RING)
@@ -523,7 +523,7 @@ def combine_kernel(
     for c in tl.range(0, num_chunks + 1):
         if c < num_chunks:
             lap = (c - c % ring) * span
-            for token in tl.range(c * span + lane, tl.minimum(tokens, (c + 1) * span), lanes):
+            for token in tl.range(c * span + team, tl.minimum(tokens, (c + 1) * span), teams):
                 send_results(
                     token, results, rows, tokens, peers, rank, gather + (token - lap) * TOPK * row_bytes, row_packets,
                     part, WORLD_SIZE, TOPK, False, SPLIT, BLOCK,
@@ -533,7 +533,7 @@ def combine_kernel(
             d = c - 1
             behind = (d - d % ring) * span
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
-            for summed in tl.range(d * span + lane, tl.minimum(tokens, (d + 1) * span), lanes):
+            for summed in tl.range(d * span + team, tl.minimum(tokens, (d + 1) * span), teams):
                 sources, weight, valid, there, _ = parts_of_sum(
                     results, weights, ids, rows + (rank * tokens + summed) * (TOPK * 4), id_words, summed * TOPK,
                     local + gather + (summed - behind) * TOPK * row_bytes, row_bytes, TOPK,
@@ -567,7 +567,7 @@ IN_PIECES: Mapping[str, Axis] = {**GRID, "chunk_tokens": PowerOfTwo(1, 1024)}
 
 
 class GridVariant(KernelVariant):
-    """A variant whose grid shares out tokens among lanes of blocks, and a token's packets among those of a lane.
+    """A variant whose grid shares out tokens among teams of blocks, and a token's packets among those of a team.
 
     Attributes:
         by_token: serves the layouts `tokens` and `rank`, and no other.
@@ -653,8 +653,8 @@ class GridVariant(KernelVariant):
         return refuse_residence(config, limits)
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        lanes = max(int(config["num_blocks"]) // int(config["split"]), 1)
-        return -(-self.span(problem, config) // lanes) * self.num_chunks(problem, config)
+        teams = max(int(config["num_blocks"]) // int(config["split"]), 1)
+        return -(-self.span(problem, config) // teams) * self.num_chunks(problem, config)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         tokens, packets = problem.shape[0], self.packets(problem)

@@ -3,7 +3,7 @@
 Token t of rank r stands in row r · T + t of every rank that has experts of it. So nobody counts, and nothing can
 overflow. A *line*, the token's ids and weights, goes to all ranks: by it a rank knows whether the token comes.
 
-**tokens_lamport**, for few tokens. Block b does the tokens of lane b // SPLIT, and of each the packets of part
+**tokens_lamport**, for few tokens. Block b does the tokens of team b // SPLIT, and of each the packets of part
 b % SPLIT. It stores a line of its own and its packets into every stage, polls the lines of the same (token, part) of
 all ranks, then the packets that these announce. Bits of tokens are kept by escapes (`packets`). Every block polls a
 line of every peer, which keeps the stages in turn; in ep_combine, where a rank may have nothing for a token, a word
@@ -181,7 +181,7 @@ def dispatch_tokens_lamport_kernel(
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     LINE: tl.constexpr = 2 * next_power_of_2(TOPK)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     calls = read_counter(local, STATE_OFFSET)
     stage = arena + (calls & 1) * stage_bytes
     slot = SPLIT * tokens * (LINE * 4)
@@ -192,7 +192,7 @@ def dispatch_tokens_lamport_kernel(
     sent = at % (LINE // 2) < TOPK
     wrong = tl.sum(at, axis=0) * 0
 
-    for token in tl.range(lane, tokens, lanes):
+    for token in tl.range(team, tokens, teams):
         line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
         place = stage + rank * slot + ((part * tokens + token) * LINE + at) * 4
         for i in tl.static_range(WORLD_SIZE - 1):
@@ -217,7 +217,7 @@ def dispatch_tokens_lamport_kernel(
         wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
 
     bits = tl.where(sent, (1 << WORLD_SIZE) - 1 - (1 << rank), 0).to(tl.int32)
-    for token in tl.range(lane, tokens, lanes):
+    for token in tl.range(team, tokens, teams):
         place = stage + ((part * tokens + token) * LINE + at) * 4
         lines = poll_words(local + place, slot, bits, timeout_ns, status, WORLD_SIZE)
         block_barrier()  # all warps have polled
@@ -273,7 +273,7 @@ def dispatch_tokens_push_kernel(
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     LINE: tl.constexpr = 2 * next_power_of_2(TOPK)
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     span = (tokens + num_chunks - 1) // num_chunks
     ring = tl.minimum(num_chunks, RING)
     row_bytes = row_packets * 16
@@ -293,7 +293,7 @@ def dispatch_tokens_push_kernel(
         if d >= 0:
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
         lap, behind = (c - c % ring) * span, (d - d % ring) * span
-        for i in tl.range(lane, span, lanes):  # a token of each piece in turn, so that stores travel in the meantime
+        for i in tl.range(team, span, teams):  # a token of each piece in turn, so that stores travel in the meantime
             token, placed = c * span + i, d * span + i
             if (c < num_chunks) & (token < tokens):
                 line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
@@ -340,13 +340,13 @@ def dispatch_tokens_direct_kernel(
     """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     row_bytes = row_packets * 16
     one = tl.arange(0, 1)
     wrong = one * 0
     epoch = read_counter(local, EPOCH_OFFSET)
     exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for token in tl.range(lane, tokens, lanes):
+    for token in tl.range(team, tokens, teams):
         line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
         owners = owners_of(line, TOPK, LOCAL)
         row = rank * tokens + token
@@ -452,7 +452,7 @@ def combine_tokens_lamport_kernel(
     The stage: a word of every (source rank, block), then rows by (source rank, token).
     """
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     row_bytes = row_packets * 16
     calls = read_counter(local, STATE_OFFSET)
     stage = arena + (calls & 1) * stage_bytes
@@ -460,7 +460,7 @@ def combine_tokens_lamport_kernel(
     one = tl.arange(0, 1)
     for i in tl.static_range(WORLD_SIZE - 1):
         send_words(peers[i] + stage + (rank * blocks + block) * 16 + one, one + 1, one == 0)
-    for token in tl.range(lane, tokens, lanes):
+    for token in tl.range(team, tokens, teams):
         for i in tl.static_range(WORLD_SIZE - 1):
             row = (rank + 1 + i) % WORLD_SIZE * tokens + token
             goes = held_here(held, row, TOPK)
@@ -475,7 +475,7 @@ def combine_tokens_lamport_kernel(
                     w0, w1, w2, w3 = escape_sentinels(w0, w1, w2, w3)
                     store_packets(target + packet * 16, w0, w1, w2, w3, (packet < row_packets) & goes, REMOTE=True)
 
-    for token in tl.range(lane, tokens, lanes):
+    for token in tl.range(team, tokens, teams):
         there = ranks_of(ids, id_words, token, TOPK, LOCAL, WORLD_SIZE)
         mine = rank * tokens + token
         own = results + mine * row_bytes
@@ -523,7 +523,7 @@ def combine_tokens_push_kernel(
 ):  # fmt: skip
     """In round c: push the rows for piece c of every rank's tokens, sum piece c − 1 of the own ones."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     span = (tokens + num_chunks - 1) // num_chunks
     ring = tl.minimum(num_chunks, RING)
     row_bytes = row_packets * 16
@@ -535,7 +535,7 @@ def combine_tokens_push_kernel(
         d = c - 1
         lap, behind = (c - c % ring) * span, (d - d % ring) * span
         if c < num_chunks:
-            for token in tl.range(c * span + lane, tl.minimum(tokens, (c + 1) * span), lanes):
+            for token in tl.range(c * span + team, tl.minimum(tokens, (c + 1) * span), teams):
                 for i in tl.static_range(WORLD_SIZE - 1):
                     row = (rank + 1 + i) % WORLD_SIZE * tokens + token
                     goes = held_here(held, row, TOPK)
@@ -548,7 +548,7 @@ def combine_tokens_push_kernel(
             arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
         if d >= 0:
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
-            for summed in tl.range(d * span + lane, tl.minimum(tokens, (d + 1) * span), lanes):
+            for summed in tl.range(d * span + team, tl.minimum(tokens, (d + 1) * span), teams):
                 there = ranks_of(ids, id_words, summed, TOPK, LOCAL, WORLD_SIZE)
                 mine = rank * tokens + summed
                 own = results + mine * row_bytes
@@ -580,10 +580,10 @@ def combine_tokens_pull_kernel(
     Flag 1 of a block: this rank's rows are complete. Flag 2: the block reads its peers' rows no more.
     """
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    lane, lanes, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     epoch = read_counter(local, EPOCH_OFFSET)
     exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for token in tl.range(lane, tokens, lanes):
+    for token in tl.range(team, tokens, teams):
         there = ranks_of(ids, id_words, token, TOPK, LOCAL, WORLD_SIZE)
         row = (rank * tokens + token) * (row_packets * 16)
         for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
