@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from tunedcomm.kernels.moe.op import (
     NO_ROOM,
     SORTED,
     Overflow,
-    bound_of,
+    capacity_of,
     check,
     default_capacity,
     dispatched,
@@ -272,6 +272,17 @@ def _check_weights(op: str, weights: torch.Tensor, ids: torch.Tensor) -> None:
         )
 
 
+class _SortedOptions(NamedTuple):
+    """Options of ep_dispatch in the layouts `padded` and `contiguous`; `zeros`: gradients are recorded."""
+
+    num_experts: int
+    capacity: int | None
+    layout: str
+    quantize: str
+    alignment: int
+    zeros: bool
+
+
 class _Dispatch(OpAdapter):
     op = "ep_dispatch"
     inputs = ("x", "topk_ids")
@@ -299,10 +310,10 @@ class _Dispatch(OpAdapter):
         check(self.problem(inputs, options, world_size, Problem))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
-        x, ids = inputs
-        shape = (*x.shape, ids.shape[1], options[0])
+        (x, ids), given = inputs, _SortedOptions(*options)
+        shape = (*x.shape, ids.shape[1], given.num_experts)
         made: Problem = make(
-            self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=options[2], scaling=options[3],
+            self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=given.layout, scaling=given.quantize,
             mode="eager",
         )  # fmt: skip
         return made
@@ -314,18 +325,21 @@ class _Dispatch(OpAdapter):
     @staticmethod
     def capacity(problem: Problem, options: Any) -> int:
         """Rows of an expert, or of all of them."""
-        return default_capacity(problem, options[4]) if options[1] is None else int(options[1])
+        given = _SortedOptions(*options)
+        return default_capacity(problem, given.alignment) if given.capacity is None else int(given.capacity)
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
-        bound = bound_of(problem, outputs[0])
-        options = (problem.shape[3], bound, problem.layout, problem.scaling, ALIGNMENT, False)
-        return (*inputs, *outputs), options
+        capacity = capacity_of(problem, outputs[0])
+        return (*inputs, *outputs), _SortedOptions(
+            problem.shape[3], capacity, problem.layout, problem.scaling, ALIGNMENT, zeros=False
+        )
 
     def asks_for(self, problem: Problem) -> bool:
         return problem.layout != BY_TOKEN
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
-        return f"{self.op} with quantize={options[3]!r}" if options[3] else ""
+        quantize = _SortedOptions(*options).quantize
+        return f"{self.op} with quantize={quantize!r}" if quantize else ""
 
     def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """No rank has a token."""
@@ -335,30 +349,30 @@ class _Dispatch(OpAdapter):
         problem = self.problem(inputs, options, len(rows))
         counts.zero_()
         rows.fill_(-1)
-        offsets.copy_(offsets_of(counts, problem, self.capacity(problem, options), options[4]))
+        offsets.copy_(offsets_of(counts, problem, self.capacity(problem, options), _SortedOptions(*options).alignment))
         return True
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
-        return (options[4],)
+        return (_SortedOptions(*options).alignment,)
 
 
 class _DispatchPath(CallPath[Any]):
     """Calls where gradients are recorded leave zeros, and not just anything, behind an expert's tokens."""
 
     def run(self, communicator: Any, inputs: Tensors, targets: Tensors, signature: CallSignature) -> Plan | None:
-        zeros = signature.options[-1]
-        if zeros:
+        options = _SortedOptions(*signature.options)
+        if options.zeros:
             targets[0].zero_()
         if communicator.world_size == 1 and inputs[0].numel() and inputs[1].numel():
-            problem, alignment = self.adapter.problem(inputs, signature.options, 1), signature.options[4]
-            bound = _Dispatch.capacity(problem, signature.options)
-            results, code = dispatched([inputs], 0, problem, bound, alignment)
+            problem = self.adapter.problem(inputs, options, 1)
+            capacity = _Dispatch.capacity(problem, options)
+            results, code = dispatched([inputs], 0, problem, capacity, options.alignment)
             for target, result in zip(targets, results, strict=True):
                 target.copy_(result)
-            Overflow.of(communicator.group, communicator.device).note(code, bound, communicator)
+            Overflow.of(communicator.group, communicator.device).note(code, capacity, communicator)
             return None
         plan = super().run(communicator, inputs, targets, signature)
-        return None if zeros else plan
+        return None if options.zeros else plan
 
 
 class _Combine(OpAdapter):
@@ -447,6 +461,14 @@ class _CombineByRank(_Combine):
         return (sum_by_token([sums], ids, self.problem(inputs, options, 1)),)
 
 
+class _ByTokenOptions(NamedTuple):
+    """Options of ep_dispatch in the layout `tokens`; `zeros`: gradients are recorded."""
+
+    num_experts: int
+    zeros: bool
+    in_buffers: bool
+
+
 class _DispatchByToken(OpAdapter):
     op = "ep_dispatch"
     inputs = ("x", "topk_ids", "topk_weights")
@@ -463,17 +485,17 @@ class _DispatchByToken(OpAdapter):
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         x, ids, weights = inputs
         _check_tokens(self.op, x, ids)
-        check_limit("num_experts", options[0], "experts")
+        check_limit("num_experts", _ByTokenOptions(*options).num_experts, "experts")
         if weights is not None:
             _check_weights(self.op, weights, ids)
         check(self.problem(inputs, options, world_size, Problem))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
-        x, ids, _ = inputs
-        shape = (*x.shape, ids.shape[1], options[0])
+        (x, ids, _), given = inputs, _ByTokenOptions(*options)
+        shape = (*x.shape, ids.shape[1], given.num_experts)
         made: Problem = make(
             self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=BY_TOKEN, mode="eager",
-            input_kind="symmetric" if options[2] else "plain",
+            input_kind="symmetric" if given.in_buffers else "plain",
         )  # fmt: skip
         return made
 
@@ -485,7 +507,8 @@ class _DispatchByToken(OpAdapter):
         return problem.layout == BY_TOKEN
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
-        return (*inputs, *outputs), (problem.shape[3], False, problem.input_kind == "symmetric")
+        in_buffers = problem.input_kind == "symmetric"
+        return (*inputs, *outputs), _ByTokenOptions(problem.shape[3], zeros=False, in_buffers=in_buffers)
 
     def key(self, tensors: Tensors) -> Any:
         return tuple(tensors[0].shape), tuple(tensors[1].shape)
@@ -503,7 +526,7 @@ class _ByTokenPath(CallPath[Any]):
     """Calls where gradients are recorded leave zeros in rows that hold no token."""
 
     def run(self, communicator: Any, inputs: Tensors, targets: Tensors, signature: CallSignature) -> Plan | None:
-        zeros = signature.options[1]
+        zeros = _ByTokenOptions(*signature.options).zeros
         if zeros:
             targets[0].zero_()
         if communicator.world_size == 1 and inputs[1].numel():

@@ -82,8 +82,8 @@ def take_packets(place, beside, mask_slot, r, wanted, timeout_ns, status, WORLD_
 
 @triton.jit
 def dispatch_lamport_kernel(
-    x, ids, out, scales, counts_out, offsets_out, rows, id_words, bound, alignment, tokens, row_packets, wire_packets,
-    local, peers, rank, timeout_ns, status, arena, stage_bytes, scratch, cell,
+    x, ids, out, scales, counts_out, offsets_out, rows, id_words, capacity, alignment, tokens, row_packets,
+    wire_packets, local, peers, rank, timeout_ns, status, arena, stage_bytes, scratch, cell,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +140,7 @@ def dispatch_lamport_kernel(
         none = tl.full((BINS,), SENTINEL, tl.int32)
         store_words(local + stage, i * blocks * BINS + from_peers, none, sent_here & (rank != i))
     fill_table(
-        scratch, table, counts_out, offsets_out, rank, bound, alignment, cell, WORLD_SIZE, EXPERTS, PADDED
+        scratch, table, counts_out, offsets_out, rank, capacity, alignment, cell, WORLD_SIZE, EXPERTS, PADDED
     )  # fmt: skip
 
     for placed in tl.range(team, tokens, teams):
@@ -151,7 +151,7 @@ def dispatch_lamport_kernel(
             store_words(local + places + r * slot, (part * tokens + placed) * KP + k, unset, (k < TOPK) & (rank != r))
             targets, sent = rows_of_token(
                 table + r * (WIDTH * 4), own_places + ((r * SPLIT + part) * tokens + placed) * (KP * 4),
-                rows + here_at * (TOPK * 4), part, bound, TOPK, LOCAL, PADDED,
+                rows + here_at * (TOPK * 4), part, capacity, TOPK, LOCAL, PADDED,
             )  # fmt: skip
             for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
                 packet = start + threads

@@ -97,14 +97,14 @@ class Placed(NamedTuple):
     code: torch.Tensor  # int64 without dimensions: 0 if all tokens fit on all ranks
 
 
-def place(ids: torch.Tensor, rank: int, problem: Problem, bound: int, alignment: int) -> Placed:
+def place(ids: torch.Tensor, rank: int, problem: Problem, capacity: int, alignment: int) -> Placed:
     """Rows of all tokens that `rank` is sent; never waits for the device.
 
     Args:
         ids: topk_ids of every rank, [n, T, K].
         rank: whose experts.
         problem: of the call.
-        bound: rows of an expert if `padded`, of all experts of a rank if `contiguous`.
+        capacity: rows of an expert if `padded`, of all experts of a rank if `contiguous`.
         alignment: of experts, if `contiguous`.
     """
     import torch
@@ -119,9 +119,9 @@ def place(ids: torch.Tensor, rank: int, problem: Problem, bound: int, alignment:
     turns = torch.arange(len(key), dtype=torch.int64, device=ids.device)
     position[order] = turns - (totals.cumsum(0) - totals)[key[order]]
     counts = totals[:experts]
-    offsets = offsets_of(counts.view(-1, local), problem, bound, alignment)
+    offsets = offsets_of(counts.view(-1, local), problem, capacity, alignment)
     begins = offsets[:, :-1].reshape(-1)
-    limits = begins + bound if problem.layout == "padded" else torch.full_like(begins, bound)
+    limits = begins + capacity if problem.layout == "padded" else torch.full_like(begins, capacity)
     row, of_expert = begins[key.clamp(max=experts - 1)] + position, limits[key.clamp(max=experts - 1)]
     rows = torch.where(row < of_expert, row, NO_ROOM).where(named & (flat // local == rank), NOT_HERE)
     over = (counts > 0) & (begins + counts > limits)
@@ -142,11 +142,11 @@ def local_ids(ids: torch.Tensor, rank: int, problem: Problem) -> torch.Tensor:
     return torch.where(here, ids - rank * s.local, NOT_HERE).int()
 
 
-def offsets_of(counts: torch.Tensor, problem: Problem, bound: int, alignment: int) -> torch.Tensor:
+def offsets_of(counts: torch.Tensor, problem: Problem, capacity: int, alignment: int) -> torch.Tensor:
     """From counts [..., E/n] the first row of every expert of a rank, and the row behind the last one, in int64."""
     import torch
 
-    aligned = torch.full_like(counts, bound, dtype=torch.int64)
+    aligned = torch.full_like(counts, capacity, dtype=torch.int64)
     if problem.layout != "padded":
         aligned = (counts.long() + alignment - 1) // alignment * alignment
     return torch.nn.functional.pad(aligned.cumsum(-1), (1, 0))
@@ -304,7 +304,7 @@ def sums_of_experts(results: torch.Tensor, weights: torch.Tensor, rows: torch.Te
     return weighted_sum(parts, weights.flatten(0, 1), places >= 0)
 
 
-def bound_of(problem: Problem, tokens: torch.Tensor) -> int:
+def capacity_of(problem: Problem, tokens: torch.Tensor) -> int:
     """Rows of an expert if `padded`, of all experts otherwise."""
     return int(tokens.shape[1 if problem.layout == "padded" else 0])
 
@@ -385,7 +385,7 @@ def unpack(
     s = sizes_of(problem)
     tokens, scales, ids = wire.split([s.row_bytes, 4 * s.num_scales, 4 * s.topk], 1)
     ids = ids.contiguous().view(torch.int32).view(problem.world_size, s.tokens, s.topk)
-    placed = place(ids, rank, problem, bound_of(problem, outputs[0]), alignment)
+    placed = place(ids, rank, problem, capacity_of(problem, outputs[0]), alignment)
     source = sources_of(placed.rows.flatten(0, 1), outputs[0].numel() // s.hidden)
     used = source >= 0
     for output, values in zip(outputs, (tokens, scales), strict=False):
@@ -402,7 +402,7 @@ def unpack(
 
 
 def dispatched(
-    everyone: Sequence[tuple[torch.Tensor, ...]], rank: int, problem: Problem, bound: int, alignment: int
+    everyone: Sequence[tuple[torch.Tensor, ...]], rank: int, problem: Problem, capacity: int, alignment: int
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The outputs of ep_dispatch from all ranks' inputs, with zeros in rows that hold no token, and `Placed.code`.
 
@@ -411,14 +411,14 @@ def dispatched(
     import torch
 
     wire = torch.cat([wire_rows(x, ids, problem, *(more or (None,))) for x, ids, *more in everyone])
-    shapes = token_shapes(problem, bound)
+    shapes = token_shapes(problem, capacity)
     if problem.layout == BY_TOKEN:
         shapes = shapes_by_token(problem, weighted=everyone[0][2] is not None)
     made = tuple(torch.zeros(size, dtype=dtype, device=wire.device) for size, dtype in shapes)
     return made, unpack(wire, rank, problem, made, alignment)
 
 
-def _sample_bound(problem: Problem) -> int:
+def _sample_capacity(problem: Problem) -> int:
     """The capacity of samples: the default one, or less where a large sample's skew asks for less."""
     s, every = sizes_of(problem), problem.world_size * problem.shape[0]
     asked = every * 5 // 8 if problem.layout == "padded" else 2 * s.tokens * s.topk + every + s.local * (ALIGNMENT - 1)
@@ -467,14 +467,14 @@ def _sample_weights(problem: Problem, rank: int, seed: int, kind: str, device: A
 def _dispatch_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
-    shapes = token_shapes(problem, _sample_bound(problem))
+    shapes = token_shapes(problem, _sample_capacity(problem))
     if problem.layout == BY_TOKEN:
         shapes = shapes_by_token(problem, weighted=True)
     return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
 
 
 def _dispatch_exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, ...]:
-    return dispatched(inputs, rank, problem, _sample_bound(problem), ALIGNMENT)[0]
+    return dispatched(inputs, rank, problem, _sample_capacity(problem), ALIGNMENT)[0]
 
 
 def _cleared(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -514,12 +514,12 @@ def _combine_inputs(problem: Problem, rank: int, seed: int, kind: str, device: A
 
     if problem.layout == BY_TOKEN:
         return _combine_inputs_by_token(problem, rank, seed, kind, device)
-    s, bound, ranks = sizes_of(problem), _sample_bound(problem), range(problem.world_size)
+    s, capacity, ranks = sizes_of(problem), _sample_capacity(problem), range(problem.world_size)
     ids = torch.stack([_sample_ids(problem, peer, seed, kind, device) for peer in ranks])
-    rows = place(ids, rank, problem, bound, ALIGNMENT).rows
+    rows = place(ids, rank, problem, capacity, ALIGNMENT).rows
     generator = generator_of(rank, seed, device)
-    results = draw((bound, s.hidden), problem.dtype, generator, kind)
-    results[sources_of(rows.flatten(0, 1), bound) < 0] = float("nan")
+    results = draw((capacity, s.hidden), problem.dtype, generator, kind)
+    results[sources_of(rows.flatten(0, 1), capacity) < 0] = float("nan")
     if problem.layout == BY_RANK:
         everyone = torch.stack([_sample_weights(problem, peer, seed, kind, device) for peer in ranks])
         return results, everyone, ids[rank], rows
@@ -697,7 +697,7 @@ def dispatch_by(
         gather(everyone, wire, stream)
         alignment = ALIGNMENT if by_token or not rest else int(rest[0])
         code = unpack(everyone, dist.get_rank(workspace.group), problem, outputs, alignment)
-        overflow.note(code, bound_of(problem, outputs[0]), workspace)
+        overflow.note(code, capacity_of(problem, outputs[0]), workspace)
 
     return run
 

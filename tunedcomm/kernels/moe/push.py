@@ -53,7 +53,7 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets, store_word
 from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, lane_arguments
-from tunedcomm.kernels.moe.op import ALIGNMENT, BY_RANK, BY_TOKEN, Overflow, bound_of, sizes_of
+from tunedcomm.kernels.moe.op import ALIGNMENT, BY_RANK, BY_TOKEN, Overflow, capacity_of, sizes_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import LaneLayout, Room
@@ -216,7 +216,7 @@ def quantise_kernel(
 
 @triton.jit
 def tell_overflow(
-    counts, bound, alignment, cell, WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    counts, capacity, alignment, cell, WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Write the code of `Overflow` if an expert of any rank has no room; `counts` are those of all ranks together."""
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
@@ -231,14 +231,14 @@ def tell_overflow(
             here = real & (expert // LOCAL == d)
             theirs = tl.where(here, aligned, 0)
             begins = tl.where(here, tl.cumsum(theirs, 0) - theirs, begins)
-    over = real & (counts > 0) & (begins + counts > bound)
+    over = real & (counts > 0) & (begins + counts > capacity)
     first = tl.min(tl.where(over, expert, BINS), axis=0).to(tl.int64)
     count = tl.sum(tl.where(expert == first, counts, 0), axis=0)
     wrong = tl.sum(tl.where(expert == EXPERTS, counts, 0), axis=0)
     code = tl.where(wrong > 0, -wrong, tl.where(first < BINS, ((first + 1) << 40) | count, 0))
     p = cell.to(tl.pointer_type(tl.int64))
     if code != 0:
-        tl.store(p + 1, bound)
+        tl.store(p + 1, capacity)
         tl.store(p, code)
 
 
@@ -261,7 +261,7 @@ def share_counts(own, area, peers, rank, mine, WORLD_SIZE: tl.constexpr, EXPERTS
 
 @triton.jit
 def fill_table(
-    shared, table, counts_out, offsets_out, rank, bound, alignment, cell,
+    shared, table, counts_out, offsets_out, rank, capacity, alignment, cell,
     WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Write this block's `table`: the first row of every (source rank, expert of this rank).
@@ -278,8 +278,8 @@ def fill_table(
     for r in tl.static_range(WORLD_SIZE):
         total += load_words(shared, (r * blocks + block) * BINS + rank * LOCAL + e, e < LOCAL, 0)
     if PADDED:
-        begins = e.to(tl.int64) * bound
-        ends = begins + bound
+        begins = e.to(tl.int64) * capacity
+        ends = begins + capacity
     else:
         aligned = (total.to(tl.int64) + alignment - 1) // alignment * alignment
         ends = tl.cumsum(aligned, 0)
@@ -292,7 +292,7 @@ def fill_table(
         every = tl.zeros((BINS,), tl.int32)
         for r in tl.static_range(WORLD_SIZE):
             every += load_words(shared, r * blocks * BINS + bins, bins <= EXPERTS, 0)
-        tell_overflow(every, bound, alignment, cell, WORLD_SIZE, EXPERTS, PADDED)
+        tell_overflow(every, capacity, alignment, cell, WORLD_SIZE, EXPERTS, PADDED)
     row = begins.to(tl.int32)
     for r in tl.static_range(WORLD_SIZE):
         store_words(table, r * WIDTH + e, row, e < LOCAL)
@@ -345,7 +345,7 @@ def send_token(
 
 
 @triton.jit
-def rows_of_token(table, places, rows, part, bound, TOPK: tl.constexpr, LOCAL: tl.constexpr, PADDED: tl.constexpr):
+def rows_of_token(table, places, rows, part, capacity, TOPK: tl.constexpr, LOCAL: tl.constexpr, PADDED: tl.constexpr):
     """The rows of a token by k, also written to `rows`, and if it came here at all, be there room or not.
 
     `table` and `places` belong to its source rank.
@@ -355,7 +355,7 @@ def rows_of_token(table, places, rows, part, bound, TOPK: tl.constexpr, LOCAL: t
         place = load_word(places, i)
         expert = tl.maximum(place, 0) % LOCAL
         row = load_word(table, expert).to(tl.int64) + tl.maximum(place, 0) // LOCAL
-        limit = (expert + 1) * bound if PADDED else bound
+        limit = (expert + 1) * capacity if PADDED else capacity
         targets = targets + (tl.where(place < 0, -1, tl.where(row < limit, row, -2)),)  # type: ignore[assignment]
         sent = sent | (place >= 0)
     if part == 0:
@@ -381,8 +381,8 @@ def write_token(out, scales, targets, packet, words, here, row_packets, TOPK: tl
 
 @triton.jit
 def dispatch_kernel(
-    x, ids, out, scales, counts_out, offsets_out, rows, id_words, bound, alignment, tokens, row_packets, wire_packets,
-    local, peers, rank, timeout_ns, status, gather, num_chunks, counted, cell,
+    x, ids, out, scales, counts_out, offsets_out, rows, id_words, capacity, alignment, tokens, row_packets,
+    wire_packets, local, peers, rank, timeout_ns, status, gather, num_chunks, counted, cell,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
     COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
@@ -423,7 +423,7 @@ def dispatch_kernel(
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
             if d == 0:
                 fill_table(
-                    local + gather, table, counts_out, offsets_out, rank, bound, alignment, cell,
+                    local + gather, table, counts_out, offsets_out, rank, capacity, alignment, cell,
                     WORLD_SIZE, EXPERTS, PADDED,
                 )  # fmt: skip
         lap, behind = (c - c % ring) * span, (d - d % ring) * span
@@ -440,7 +440,7 @@ def dispatch_kernel(
                     r = (rank + s) % WORLD_SIZE
                     at = r * tokens + placed
                     targets, wanted = rows_of_token(
-                        table + r * (WIDTH * 4), local + places + at * (KP * 4), rows + at * (TOPK * 4), part, bound,
+                        table + r * (WIDTH * 4), local + places + at * (KP * 4), rows + at * (TOPK * 4), part, capacity,
                         TOPK, LOCAL, PADDED,
                     )  # fmt: skip
                     come = local + data + r * slot + (placed - behind) * wire_bytes
@@ -736,7 +736,7 @@ class DispatchVariant(GridVariant):
                 count(stream, ids.data_ptr(), words)
             addresses = [tensor.data_ptr() for tensor in (ids, *outputs)]
             alignment = int(rest[0]) if rest else ALIGNMENT
-            launch(stream, source, *addresses, words, bound_of(problem, outputs[0]), alignment)
+            launch(stream, source, *addresses, words, capacity_of(problem, outputs[0]), alignment)
             if on_host:  # the interpreter has run the kernels to their end
                 overflow.check(workspace)
 
