@@ -11,8 +11,10 @@ import torch
 from programs import python
 
 import tunedcomm
-from tunedcomm.integrations import check_torch, intercept, serving
+from tunedcomm.integrations import check_torch, direct, intercept, serving
 from tunedcomm.integrations.intercept import RoutedGroup
+from tunedcomm.selection.select import Decision
+from tunedcomm.spec import Candidate, Problem
 
 CPU = torch.device("cpu")
 
@@ -122,3 +124,36 @@ def test_a_record_of_calls_fits_120_columns() -> None:
     assert lines[0].startswith("128 x group 0: c10d::allreduce_")
     assert max(map(len, lines)) <= 120
     assert " ".join(" ".join(lines).split()) == f"128 x {told}"
+
+
+MIB = 1 << 20
+SERVED: dict[str, Any] = {"source": "exact", "latency_us": 2.0, "library_us": 6.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "nbytes", "mode", "barriers_us", "num_barriers", "why"),
+    [
+        ({}, 1024, "graph", 3.6, 2, ""),
+        ({}, 1024, "graph", 4.2, 2, "4.2"),
+        ({"latency_us": 400.0, "library_us": 500.0}, 64 * MIB, "graph", 3.6, 2, "8 MiB"),
+        ({"latency_us": 400.0, "library_us": 500.0}, 64 * MIB, "graph", None, 0, ""),
+        ({}, 1024, "graph", None, 2, "time"),
+        ({"latency_us": None, "library_us": None}, 1024, "graph", 3.6, 1, "time"),
+        ({}, 1024, "eager", 3.6, 2, "eager"),
+        ({}, 1024, "eager", None, 0, "eager"),
+        ({"source": "forced", "latency_us": None}, 64 * MIB, "eager", None, 2, ""),
+    ],
+)
+def test_what_pays_for_barriers(
+    changes: dict[str, Any], nbytes: int, mode: Any, barriers_us: float | None, num_barriers: int, why: str
+) -> None:
+    decision = Decision(candidate=Candidate.of("all_reduce", "lamport", {}), why="", **SERVED | changes)
+    problem = Problem("all_reduce", (nbytes // 2,), "bfloat16", 2, reduction="sum", mode=mode)
+    found = direct.why_slower(decision, problem, barriers_us, num_barriers)
+    assert bool(found) == bool(why)
+    assert why in found
+
+
+def test_all_operators_on_symmetric_memory_are_known() -> None:
+    """An operator with other arguments than those that are read would be left alone."""
+    assert [reader.base for reader in intercept._direct_readers()] == list(direct.OPERATORS)

@@ -38,11 +38,12 @@ import contextlib
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property, partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -55,8 +56,10 @@ from tunedcomm.dispatch.communicator import MAX_PROBLEMS, Communicator, drop_at_
 from tunedcomm.dispatch.dispatcher import MISSES, check_limit, check_policy
 from tunedcomm.dispatch.groups import get_communicator, is_dry_run
 from tunedcomm.dispatch.launches import Job, Queue, intercepted, may_intercept, no_intercept, put_off, when_due
+from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations import after_warmup, check_torch
+from tunedcomm.integrations.direct import OPERATORS, DirectCalls, Read
 from tunedcomm.ops.adapter import OpAdapter, Tensors, TorchCall, TorchServe
 from tunedcomm.ops.call import forget_last, leave, paths
 from tunedcomm.ops.fast_call import is_capturing
@@ -71,6 +74,7 @@ _by_group: dict[dist.ProcessGroup, RoutedGroup] = {}
 atexit.register(_by_group.clear)  # see drop_at_exit
 _device_keys: set[Any] = set()
 _libraries: list[Any] = []
+_direct: list[Any] = []  # the library of `torch.ops.symm_mem`, which is overridden only if a group asks for it
 _installed: list[tuple[RoutedGroup, ...]] = []
 
 
@@ -154,6 +158,7 @@ class RoutedGroup:
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
         numerics: policy of its calls; None: the one in force.
         max_sms: limit of its calls, as of `all_reduce`.
+        symm_mem: calls of `torch.ops.symm_mem` are intercepted, too.
         depth: number of blocks and installs that hold it.
         record: every routing so far, also those that were replaced since, by the key of its calls and what serves them;
             beyond `MAX_PROBLEMS` one entry for each operator and variant.
@@ -164,6 +169,7 @@ class RoutedGroup:
     max_count: int | None = None
     numerics: NumericsPolicy | None = None
     max_sms: int | None = None
+    symm_mem: bool = False
     depth: int = 0
     record: dict[tuple[Any, ...], _Record] = field(default_factory=dict)
     side_stream: Any = None
@@ -171,6 +177,7 @@ class RoutedGroup:
     _routings: dict[Any, Routing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.direct = DirectCalls(self)
         _groups.add(self)
         drop_at_exit(self, "group")
 
@@ -192,6 +199,9 @@ class RoutedGroup:
         in_place: bool = False,
         symmetric: bool = False,
         others: Tensors = (),
+        why: str = "",
+        facts: Hashable = None,
+        veto: Callable[[Plan], str] | None = None,
     ) -> Routing | None:
         """Count a call of the operator `call`, which is tunedcomm's op of `x`; None if the library serves it.
 
@@ -201,17 +211,20 @@ class RoutedGroup:
             x, options: a tensor and options that are alike on all ranks.
             in_place: the result takes the input's place.
             symmetric: peers address the input.
-            others: the op's other inputs; `options` tell calls with and without them apart.
+            others: the op's other inputs; `options` and `facts` tell calls with different ones apart.
+            why: the reason why no kernel serves the call, where that is known.
+            veto: gives a reason against a plan by a kernel, or "".
         """
         if x.is_nested:  # it has no shape
             return None
         capturing = is_capturing()
         policy = self.communicator.policy(self.numerics)
-        key = (call, adapter.op, options, symmetric, x.shape, x.dtype, x.device, x.layout, capturing, policy)
+        seen = (x.shape, x.dtype, x.device, x.layout, why, facts)
+        key = (call, adapter.op, options, symmetric, capturing, policy, *seen)
         routing = self._routings.get(key)
         if routing is None:
             memory = {"in_place": in_place, "symmetric": symmetric}
-            routing = self._decide(call, adapter, (x, *others), options, memory, key)
+            routing = self._decide(call, adapter, (x, *others), options, memory, key, why, veto)
             # A problem first met in a capture goes to the library in this graph only.
             if not capturing or routing.served:
                 if len(self._routings) >= MAX_PROBLEMS:
@@ -268,11 +281,13 @@ class RoutedGroup:
         options: tuple[Any, ...],
         memory: dict[str, bool],
         key: Any,
+        why: str,
+        veto: Callable[[Plan], str] | None,
     ) -> Routing:
         plan, by, op, x = None, "", adapter.op, inputs[0]
         problem, why = (
             f"{op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}",
-            self._unfit(adapter, x, options),
+            why or self._unfit(adapter, x, options),
         )
         if not why:
             try:
@@ -282,16 +297,18 @@ class RoutedGroup:
                     plan = path.planned(inputs, options, self.group, policy, max_sms=max_sms, **memory)
             except UnsupportedInputError as error:
                 why = str(error)
-        if why and adapter.reduces and options[0] in ("sum", "avg") and self._must_be_ordered(x):
+        if why and adapter.reduces and {"sum", "avg"}.intersection(options) and self._must_be_ordered(x):
             raise InfeasibleError(f"{problem} would go to the library, and numerics='ordered' does not admit it: {why}")
         if plan is not None:
             by = "" if plan.candidate.variant == "library" else str(plan.candidate)
+            why = veto(plan) if veto is not None else ""
+            by = "" if why else by
         place, told = (key, by), (self.group.group_name, call)
         if place not in self.record and len(self.record) >= MAX_PROBLEMS:
             by = by.partition("(")[0]
             place = ((call, op), by)
             tell = partial(RoutedCall, *told, f"{op} of other sizes", by, f"beyond the first {MAX_PROBLEMS} problems")
-        elif plan is None:
+        elif plan is None or why:
             tell = partial(RoutedCall, *told, problem, by, why)
         else:
             tell = partial(_of_plan, *told, plan.problem, by, plan.decide)
@@ -557,16 +574,39 @@ Serve = Callable[[], Any] | None
 _OTHERS = frozenset("group_size input_split_sizes output_split_sizes root_rank root_tensor sparse_indices src".split())
 
 
-class _Reader:
+class _Operator:
+    """An operator of PyTorch's and its arguments.
+
+    Attributes:
+        is_functional: what the library makes of a call is not intercepted.
+    """
+
+    def __init__(self, name: str) -> None:
+        namespace, self.base = name.split("::")
+        self.name, self.is_functional = name, namespace != "c10d"
+        self.kernel = getattr(getattr(torch.ops, namespace), self.base).default
+        arguments = self.kernel._schema.arguments
+        self._names = [argument.name for argument in arguments]
+        self._defaults = [argument.default_value for argument in arguments]
+
+    def values(self, given: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+        """The arguments in the schema's order; torch leaves out those equal to their default."""
+        values = [*given, *self._defaults[len(given) :]]
+        for name, value in named.items():
+            values[self._names.index(name)] = value
+        return values
+
+    def read(self, given: tuple[Any, ...], named: dict[str, Any]) -> Serve:
+        """The call to make, or None where the library serves it."""
+        raise NotImplementedError
+
+
+class _Reader(_Operator):
     """Reads calls of one operator, by the names in its schema, as calls of the ops that may serve it."""
 
     def __init__(self, name: str, adapters: Sequence[OpAdapter]) -> None:
-        namespace, base = name.split("::")
-        self.name, self.adapters, self.is_functional = name, adapters, namespace == "_c10d_functional"
-        self.kernel = getattr(getattr(torch.ops, namespace), base).default
-        schema = self.kernel._schema
-        self._names = [argument.name for argument in schema.arguments]
-        self._defaults = [argument.default_value for argument in schema.arguments]
+        super().__init__(name)
+        self.adapters, base = adapters, self.base
         roles = (
             *("tensors input_tensor input inputs input_tensors", "output_tensor output out outputs output_tensors"),
             "process_group group_name",
@@ -578,14 +618,12 @@ class _Reader:
         self._others = [(name, index) for index, name in enumerate(self._names) if index not in known]
         # A name that nobody reads here may change the call's meaning.
         self.is_readable = min(self._x, self._group) >= 0 and _OTHERS.issuperset(name for name, _ in self._others)
-        self._in_place, self._returns_work = self._out < 0 and base.endswith("_"), len(schema.returns) == 1
+        self._in_place = self._out < 0 and base.endswith("_")
+        self._returns_work = len(self.kernel._schema.returns) == 1
         self._is_list = base.rstrip("_").endswith("_coalesced")
 
     def read(self, given: tuple[Any, ...], named: dict[str, Any]) -> Serve:
-        """The call to make, or None where the library serves it; torch leaves out arguments equal to their default."""
-        values = [*given, *self._defaults[len(given) :]]
-        for name, value in named.items():
-            values[self._names.index(name)] = value
+        values = self.values(given, named)
         of, x, reduction = _routed(values[self._group]), values[self._x], ""
         if of is None or (isinstance(x, list) and len(x) != 1 and not self._is_list):
             return None
@@ -668,6 +706,35 @@ class _Reader:
         return routing, partial(run_served, of, adapter, serve, x, out)
 
 
+class _DirectReader(_Operator):
+    """Reads calls of an operator of `torch.ops.symm_mem`."""
+
+    def __init__(self, base: str, read: Read, known: str) -> None:
+        super().__init__(f"symm_mem::{base}")
+        self.is_readable = self._names == known.split()
+        self._read = read
+
+    def read(self, given: tuple[Any, ...], named: dict[str, Any]) -> Serve:
+        values = self.values(given, named)
+        try:
+            of = _routed(values[self._names.index("group_name")])
+        except (RuntimeError, ValueError):  # a name that is not one of torch.distributed's groups
+            return None
+        if of is None or not of.symm_mem:
+            return None
+        run = of.direct.serve(self.name, self._read(of.group.size(), *values))
+        return None if run is None else partial(inside, run)
+
+
+@cache
+def _direct_readers() -> tuple[_DirectReader, ...]:
+    """The readers of operators on symmetric memory, of those that this torch has with the arguments known."""
+    import torch.distributed._symmetric_memory  # defines some of them
+
+    known = [(name, *of) for name, of in OPERATORS.items() if hasattr(torch.ops.symm_mem, name)]
+    return tuple(reader for reader in starmap(_DirectReader, known) if reader.is_readable)
+
+
 @cache
 def _readers() -> tuple[_Reader, ...]:
     """The readers of all operators of PyTorch that an op serves."""
@@ -694,7 +761,7 @@ def _missing() -> Iterator[str]:
             yield f"the operator {name} with known arguments"
 
 
-def _kernel(reader: _Reader) -> Kernel:
+def _kernel(reader: _Operator) -> Kernel:
     """A kernel that serves tensors of intercepted devices and passes others on, and the meta ones that compilers try.
 
     It redispatches to the kernel below without the interpreter's lock. One that is called by `torch.library.get_kernel`
@@ -767,8 +834,8 @@ def _register() -> None:
         intercepted.clear()
         for name, options in _OPTIONS.items():
             setattr(distributed_c10d, name, options)
-    elif not _libraries:
-        make: Any = torch.library.Library  # untyped
+    make: Any = torch.library.Library  # untyped
+    if wanted and not _libraries:
         libraries = {namespace: make(namespace, "IMPL") for namespace in ("c10d", "_c10d_functional")}
         for reader in _readers():
             namespace, name = reader.name.split("::")
@@ -777,11 +844,20 @@ def _register() -> None:
         for name, options in _OPTIONS.items():
             setattr(distributed_c10d, name, _plain_sums(options))
         intercepted.append(True)
+    if not any(group.symm_mem for group in _by_group.values()):
+        _direct.clear()
+    elif not _direct:
+        _direct.append(make("symm_mem", "IMPL"))
+        for each in _direct_readers():
+            _direct[0].impl(each.base, _kernel(each), KEY, with_keyset=True)
     _device_keys.update(wanted)
 
 
 def _enter(
-    groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None, numerics: NumericsPolicy | None
+    groups: tuple[dist.ProcessGroup | None, ...],
+    max_count: int | None,
+    numerics: NumericsPolicy | None,
+    symm_mem: bool,
 ) -> tuple[RoutedGroup, ...]:
     """Intercept groups once more, collectively over each of them."""
     check_torch("tunedcomm.intercept()", "call tunedcomm.all_reduce and its like directly", _missing)
@@ -792,14 +868,18 @@ def _enter(
     with _lock:
         for gone in [group for group in _by_group if group not in distributed_c10d._world.pg_names]:
             del _by_group[gone]
-        asked = (max_count, numerics)
-        held = [_by_group.get(each.group) or RoutedGroup(each.group, each.device, *asked) for each in communicators]
-        for routed in held:
-            if (routed.max_count, routed.numerics) != asked:
+        asked = (max_count, numerics, symm_mem)
+        held = []
+        for each in communicators:
+            routed = _by_group.get(each.group) or RoutedGroup(
+                each.group, each.device, max_count, numerics, symm_mem=symm_mem
+            )
+            if (routed.max_count, routed.numerics, routed.symm_mem) != asked:
                 raise UnsupportedInputError(
-                    f"the group is intercepted with max_count={routed.max_count} and numerics={routed.numerics!r} "
-                    "already; pass the same"
+                    f"the group is intercepted with max_count={routed.max_count}, numerics={routed.numerics!r} and "
+                    f"symm_mem={routed.symm_mem} already; pass the same"
                 )
+            held.append(routed)
         for routed in held:
             routed.depth += 1
             _by_group[routed.group] = routed
@@ -824,7 +904,10 @@ def _leave(groups: tuple[RoutedGroup, ...]) -> None:
 
 @contextlib.contextmanager
 def intercept(
-    *groups: dist.ProcessGroup | None, max_count: int | None = None, numerics: NumericsPolicy | None = None
+    *groups: dist.ProcessGroup | None,
+    max_count: int | None = None,
+    numerics: NumericsPolicy | None = None,
+    symm_mem: bool = False,
 ) -> Iterator[Interception]:
     """Serve PyTorch's collectives on `groups` by tunedcomm inside the `with` block, with no line of the model changed.
 
@@ -843,6 +926,11 @@ def intercept(
             must choose alike. Functional all_to_all always has split sizes.
         numerics: the policy of these calls, as of `all_reduce`. With `ordered` a sum or mean of floats that no ordered
             variant can serve raises InfeasibleError and does not go to the library.
+        symm_mem: also serve `torch.ops.symm_mem`'s `one_shot_all_reduce`, `one_shot_all_reduce_copy`,
+            `two_shot_all_reduce_`, `multimem_all_reduce_`, `fused_all_gather_matmul`, `fused_matmul_reduce_scatter`
+            and the scaled forms of these two, in the order that PyTorch's own give a program: all-reduces in graph
+            captures, where a kernel and the barriers that it needs are faster; products where a fused GEMM is tuned.
+            Bits may differ from PyTorch's operators, which round products before they sum them.
 
     Yields:
         Which calls were served and by what, which were not and why.
@@ -850,13 +938,13 @@ def intercept(
     Raises:
         NotInitializedError: no default process group.
         GroupError: not a member of a group, or it has no backend for this device.
-        UnsupportedInputError: `max_count` is no number of rows, `numerics` no policy, or one of them is not that of a
-            block around this.
+        UnsupportedInputError: `max_count` is no number of rows, `numerics` no policy, or one of the arguments is not
+            that of a block around this.
         UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.14 are).
 
     Results equal the library's within the tolerance of the variants: `ordered` ones sum in fp32 in rank order.
     """
-    held = _enter(groups, max_count, numerics)
+    held = _enter(groups, max_count, numerics, symm_mem)
     interception = Interception(held)
     try:
         yield interception
@@ -868,10 +956,13 @@ def intercept(
 
 
 def install(
-    *groups: dist.ProcessGroup | None, max_count: int | None = None, numerics: NumericsPolicy | None = None
+    *groups: dist.ProcessGroup | None,
+    max_count: int | None = None,
+    numerics: NumericsPolicy | None = None,
+    symm_mem: bool = False,
 ) -> Interception:
     """`intercept` from here on, until `uninstall()` or the end of the process; arguments and errors are the same."""
-    held = _enter(groups, max_count, numerics)
+    held = _enter(groups, max_count, numerics, symm_mem)
     _installed.append(held)
     return Interception(held)
 
