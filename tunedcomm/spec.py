@@ -22,7 +22,7 @@ from tunedcomm.space import Config, Space, Value
 
 Mode: TypeAlias = Literal["graph", "eager"]
 InputKind: TypeAlias = Literal["plain", "symmetric"]
-Numerics: TypeAlias = Literal["ordered", "library", "unordered"]
+Numerics: TypeAlias = Literal["ordered", "library", "unordered", "quantized"]
 NumericsPolicy: TypeAlias = Literal["default", "ordered", "any"]
 
 ITEMSIZE: Mapping[str, int] = {
@@ -41,9 +41,9 @@ ITEMSIZE: Mapping[str, int] = {
 DTYPES: tuple[str, ...] = tuple(ITEMSIZE)
 
 _ADMITTED: Mapping[str, frozenset[str]] = {
-    "default": frozenset({"ordered", "library"}),
+    "default": frozenset({"ordered", "library", "quantized"}),
     "ordered": frozenset({"ordered"}),
-    "any": frozenset({"ordered", "library", "unordered"}),
+    "any": frozenset({"ordered", "library", "unordered", "quantized"}),
 }
 
 
@@ -257,6 +257,7 @@ class OpSpec:
             where the op has no such factor.
         default_shapes: backend to the shapes that `tunedcomm tune` sweeps with no shape given, dtype size as argument.
         ordered_reference: like `reference`, but the exact bits of every `ordered` variant, in the payload's dtype.
+        quantized_references: where `scaling` names a wire, likewise the results that `quantized` variants may give.
         in_place: the result may overwrite the input.
         layouts, scalings: what a `Problem` may have there; what is swept by default comes first.
         related_forms: the other (layouts, scalings) of the same shape whose measurements may answer for a problem,
@@ -290,6 +291,7 @@ class OpSpec:
     busbw_factor: Callable[[int], float] | None
     default_shapes: Callable[[str, int], list[tuple[int, ...]]]
     ordered_reference: Callable[[Problem, Sequence[tuple[Any, ...]], int], tuple[Any, ...]] | None = None
+    quantized_references: Callable[[Problem, Sequence[tuple[Any, ...]], int], Sequence[tuple[Any, ...]]] | None = None
     in_place: bool = False
     layouts: tuple[str, ...] = ("",)
     scalings: tuple[str, ...] = ("",)

@@ -46,7 +46,8 @@ def test_a_rank_that_does_not_come_is_named(rank: int, name: str) -> None:
     is_wide, reduction = variant.endswith("_fp32"), next(iter(get_op(op).reductions), "")
     dtype = "bfloat16" if is_gemm or is_wide else "float32"
     layout = "nk" if is_gemm else "float32" if is_wide else get_op(op).layouts[0]
-    problem = Problem(op, SHAPES[op], dtype, WORLD_SIZE, reduction=reduction, layout=layout, mode="eager")
+    wire = "fp8_group128" if variant.endswith("_quantized") else ""
+    problem = Problem(op, SHAPES[op], dtype, WORLD_SIZE, reduction, layout=layout, scaling=wire, mode="eager")
     mine = inputs_of_all(problem, 1, "random")[rank]
     launch_variant(communicator, problem, variant, mine)
     dist.barrier()

@@ -75,6 +75,7 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
         "reduce_scatter": (x, "avg", 1, *same),
         "all_reduce_fp32": (x.bfloat16(), "avg", *same),
         "reduce_scatter_fp32": (x.bfloat16(), "avg", 1, *same),
+        "all_reduce_wire": (x, "sum", "fp8_group128", *same),
         "all_to_all": (x, *same),
         "broadcast": (x, 1, *same),
         "all_gather_v": (x[: 3 + rank], None, [3, 4], 3 + rank, 5, *same),
@@ -129,7 +130,7 @@ CHECKS = (
         *(f"{op}.out" for op in COLLECTIVES),
     ),
     *("all_reduce_rms_norm_quantized", "all_reduce_", "all_reduce_bias_"),
-    *("all_reduce_fp32", "reduce_scatter_fp32"),
+    *("all_reduce_fp32", "reduce_scatter_fp32", "all_reduce_wire"),
 )
 OF_GEMMS = (
     *(f"{op}{dtype}" for dtype in ("", " bf16", " fp8") for op in GEMMS),
@@ -161,7 +162,7 @@ def every_op(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> tuple
     y = tunedcomm.all_reduce_bias(tunedcomm.all_to_all(y), bias, max_sms=8)
     normed, summed = tunedcomm.all_reduce_rms_norm(y, weight, residual=x, numerics="any")
     total = normed + summed
-    tunedcomm.all_reduce_(total, op="avg")
+    tunedcomm.all_reduce_(total, op="avg", wire="int8_group128")
     part = torch.zeros_like(total)
     tunedcomm.all_reduce(total, out=part)
     tunedcomm.all_reduce_bias(part, bias, out=part)

@@ -122,8 +122,8 @@ def about_accesses(binary: dict[str, Any]) -> list[str]:
         if not any(re.fullmatch(rf"(multimem\.)?{kind}\.(\w+\.)*global\.v4\.[uf]32", opcode) for opcode in opcodes):
             found.append(f"no 16-byte {kind} among {sorted(opcodes)}")
     narrow = {op for op in opcodes if re.fullmatch(r"(ld|st)\.global\.(v2\.)?[bus](8|16|32)", op)}
-    # Ids, counts and LSEs are words.
-    by_words = {"TOPK", "HEADS"} & set(binary) or binary["op"] in ("all_gather_v", "reduce_scatter_v")
+    # Ids, counts, LSEs and scales are words.
+    by_words = {"TOPK", "HEADS", "WIRE"} & set(binary) or binary["op"] in ("all_gather_v", "reduce_scatter_v")
     if narrow and moves_whole_packets(binary) and not by_words:
         found.append(f"moves full packets by {sorted(narrow)}")
     return found

@@ -134,6 +134,10 @@ class OpAdapter(ABC):
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         """The problem of a call that was checked: eager, on plain inputs, out of place."""
 
+    def under_policy(self, problem: Problem, policy: NumericsPolicy) -> Problem:
+        """The problem that is served for a call that asks for `problem` under a numerics policy."""
+        return problem
+
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         """Shape and dtype of every output; by default the first input's."""
         return [(tuple(inputs[0].shape), inputs[0].dtype)]

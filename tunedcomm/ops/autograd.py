@@ -85,6 +85,11 @@ def reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return (_ops.all_gather(mine, dim, group_size, group, max_sms).reshape(ctx.shape),)
 
 
+def all_reduce_wire(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `all_reduce` with a quantised wire, which is not quantised."""
+    return (_ops.all_reduce(grad, ctx.options[0], *ctx.settings),)
+
+
 def all_reduce_fp32(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """The gradient of `all_reduce` with fp32 results of a 16-bit dtype: summed in fp32, rounded once."""
     return (_ops.all_reduce(grad, *ctx.options, *ctx.settings).to(ctx.dtype),)

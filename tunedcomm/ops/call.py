@@ -569,6 +569,7 @@ class CallPath(Generic[Result]):
         """The plan, and whether it is kept: made for both modes, but inside a capture a new problem cannot be bound."""
         adapter, capturing = self.adapter, signature.capturing
         problem = self._problem(communicator, inputs, signature.options, in_place=in_place, symmetric=symmetric)
+        problem = adapter.under_policy(problem, signature.policy)
         key = (problem, signature.policy, signature.max_sms)
         found: Plan | None = communicator.plans.get((*key, capturing))
         if found is not None:

@@ -9,6 +9,8 @@ import torch
 from torch.autograd import forward_ad
 
 from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.kernels.common.reference import SUM_DTYPES
+from tunedcomm.kernels.common.wire import WIRES
 
 FLOATS: Mapping[torch.dtype, str] = {
     torch.bfloat16: "bfloat16",
@@ -16,6 +18,8 @@ FLOATS: Mapping[torch.dtype, str] = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+# Dtypes that kernels sum.
+SUMMED: Mapping[torch.dtype, str] = {dtype: name for dtype, name in FLOATS.items() if name in SUM_DTYPES}
 INTEGERS: Mapping[torch.dtype, str] = {
     torch.int8: "int8",
     torch.uint8: "uint8",
@@ -127,6 +131,19 @@ def is_wide(op: str, x: Any, out_dtype: torch.dtype | None) -> bool:
             "float16"
         )
     return True
+
+
+def refuse_wide(op: str, x: Any, out_dtype: torch.dtype | None) -> None:
+    """Refuse results in another dtype than `x`'s beside a wire."""
+    if is_wide(op, x, out_dtype):
+        raise UnsupportedInputError(f"{op} with a wire rounds its results to x's dtype; leave out_dtype out, or wire")
+
+
+def check_wire(op: str, x: torch.Tensor, wire: Any) -> None:
+    """Refuse wires that no variant has, and dtypes that do not travel quantised."""
+    if wire not in WIRES:
+        raise UnsupportedInputError(f"wire={wire!r} of {op} is unknown; allowed: {', '.join(WIRES)}, or None")
+    check_dtype(op, x, SUMMED)
 
 
 def normal_dim(op: str, x: torch.Tensor, dim: Any) -> int:

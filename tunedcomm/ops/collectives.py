@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -35,16 +35,20 @@ from tunedcomm.ops.checks import (
     check_input,
     check_plain,
     check_reduction,
+    check_wire,
     is_wide,
     normal_dim,
     reduction_name,
     refuse_async,
+    refuse_wide,
 )
 from tunedcomm.ops.fast_call import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.dispatch.communicator import Communicator
+
+Wire: TypeAlias = Literal["fp8_group128", "int8_group128"]
 
 _REDUCED = {**FLOATS, **INTEGERS}
 _REDUCTIONS = ("sum", "avg", "max", "min")
@@ -68,7 +72,7 @@ class _Reduction(OpAdapter):
         return (*inputs, *outputs), (problem.reduction, 0)[: len(self.options)]
 
     def asks_for(self, problem: Problem) -> bool:
-        return not problem.layout
+        return not (problem.layout or problem.scaling)
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         return "" if options[0] in _LINEAR else f"{self.op} with op={options[0]!r}"
@@ -76,7 +80,7 @@ class _Reduction(OpAdapter):
 
 class _AllReduce(_Reduction):
     op = "all_reduce"
-    options = ("str op",)
+    options: tuple[str, ...] = ("str op",)
     aliases = {"out": "x"}  # noqa: RUF012 - never changed
     gradient = autograd.keep_nothing, autograd.all_reduce
     torch_operators: tuple[str, ...] = (
@@ -138,6 +142,51 @@ class _AllReduceWide(_Wide, _AllReduce):
 _all_reduce_wide: CallPath[torch.Tensor] = CallPath(_AllReduceWide())
 
 
+@functools.lru_cache(1024)
+def _on_wire(problem: Problem, wire: str) -> Problem:
+    return replace(problem, scaling=wire)
+
+
+class _Wire(OpAdapter):
+    """An op with payloads that travel quantised, mixed in before its own adapter; the last option names the wire."""
+
+    depends_on_memory = False
+    torch_operators: tuple[str, ...] = ()
+
+    @property
+    def operator(self) -> str:
+        return f"{self.op}_wire"
+
+    def asks_for(self, problem: Problem) -> bool:
+        return bool(problem.scaling)
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        plain: Any = super()
+        plain.check(inputs, options, world_size)
+        check_wire(self.operator, inputs[0], options[-1])
+        if isinstance(self, _Reduction):
+            check_reduction(options[0], inputs[0], _LINEAR)
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        plain: Any = super()
+        return _on_wire(plain.problem(inputs, options, world_size), options[-1])
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        tensors, options = super().call_of(problem, inputs, outputs)
+        return tensors, (*options[: len(self.options) - 1], problem.scaling)
+
+    def under_policy(self, problem: Problem, policy: NumericsPolicy) -> Problem:
+        return replace(problem, scaling="") if policy == "ordered" else problem
+
+
+class _AllReduceWire(_Wire, _AllReduce):
+    options = ("str op", "str wire")
+    gradient = autograd.keep_nothing, autograd.all_reduce_wire
+
+
+_all_reduce_wire: CallPath[torch.Tensor] = CallPath(_AllReduceWire())
+
+
 def all_reduce(
     x: torch.Tensor,
     *,
@@ -145,6 +194,7 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    wire: Wire | None = None,
     numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
@@ -161,6 +211,11 @@ def all_reduce(
         out: where to write: same shape, dtype and device as `x`, any strides; may be `x`. None allocates it.
         out_dtype: dtype of the result, the same on every rank: `torch.float32` for the sum or mean of bf16 or fp16,
             which is made in fp32 and never rounded. `out` then has that dtype, and may not be `x`. None: `x`'s.
+        wire: how payloads travel, the same on every rank: `fp8_group128` or `int8_group128` quantises every 128
+            elements of bf16, fp16 or fp32 with a scale of their own; see [quantised wires](ops.md#quantised-wires).
+            Sums and means alone. All ranks get the same bits, which depend on the variant. The variant `library`, which
+            serves what is not tuned, quantises nothing, and neither does a call under `ordered`. 128 elements with a
+            NaN or an infinity all become NaN. Gradients are not quantised. None: as they are.
         numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
             `any` all. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not depend on tuning.
         max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
@@ -184,11 +239,14 @@ def all_reduce(
     never synchronises the host.
     """
     try:
-        if not (async_op or out_dtype or is_dynamo_compiling()):
+        if not (async_op or out_dtype or wire or is_dynamo_compiling()):
             fast = _all_reduce.last[world._default_pg if group is None else group]
             if (result := fast(x, out, op, numerics, max_sms)) is not None:
                 return result
         refuse_async("all_reduce", async_op)
+        if wire is not None:
+            refuse_wide("all_reduce", x, out_dtype)
+            return _all_reduce_wire.call((x, out), (reduction_name(op), wire), group, numerics, max_sms)
         if is_wide("all_reduce", x, out_dtype):
             return _all_reduce_wide.call((x, out), (reduction_name(op),), group, numerics, max_sms)
         return _all_reduce.call((x, out), (reduction_name(op),), group, numerics, max_sms)
@@ -202,13 +260,16 @@ def all_reduce_(
     *,
     op: str | dist.ReduceOp.RedOpType = "sum",
     group: dist.ProcessGroup | None = None,
+    wire: Wire | None = None,
     numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
 ) -> torch.Tensor:
     """`all_reduce` in place: `x` holds the result and is returned."""
     try:
-        return all_reduce(x, op=op, group=group, out=x, numerics=numerics, max_sms=max_sms, async_op=async_op)
+        return all_reduce(
+            x, op=op, group=group, out=x, wire=wire, numerics=numerics, max_sms=max_sms, async_op=async_op
+        )
     except BaseException as error:
         _all_reduce.on_error(error, x, group)
         raise

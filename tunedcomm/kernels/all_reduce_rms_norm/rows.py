@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm import fp8
-from tunedcomm.kernels.common.packets import add_extras, narrow, widen
+from tunedcomm.kernels.common.packets import add_extras, narrow, narrow_e4m3, widen
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
 
 MAX_ROW_PACKETS = 2048  # 16384 elements of 16 bits; beyond that a block holds too much of a row in registers
@@ -103,40 +103,6 @@ def _scaled(h, w, factor, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_bits(value):
-    """Interpreter: bits of fp32 rounded to nearest even in e4m3, saturated, NaN kept a NaN."""
-    bits = value.to(tl.int32, bitcast=True)
-    size = tl.minimum(tl.abs(value), _E4M3_MAX)
-    of_size = size.to(tl.int32, bitcast=True)
-    normal = ((of_size + 0x7FFFF + ((of_size >> 20) & 1)) >> 20) - (120 << 3)
-    # Adding 2^14 rounds to multiples of 2^-9, the least of e4m3.
-    subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    found = tl.where(size < 0.015625, subnormal, normal)
-    found = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, found)
-    return found | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _narrow_e4m3(low, high):
-    """Two fp32 values as two e4m3 in the low half of an int32."""
-    if INTERPRET:
-        return _e4m3_bits(low) | (_e4m3_bits(high) << 8)
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 pair;
-            cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1;
-            cvt.u32.u16 $0, pair;
-            }""",
-            "=r,f,f",
-            [low, high],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-
-
-@triton.jit
 def _store_words(address, w0, w1, mask, COUNT: tl.constexpr):
     """Store one or two words to each `address` where `mask`."""
     if INTERPRET:
@@ -167,11 +133,11 @@ def _store_words(address, w0, w1, mask, COUNT: tl.constexpr):
 def _store_e4m3(out, packet, e0, e1, e2, e3, inverse, mask, DTYPE: tl.constexpr):
     """Store packets of (low, high) elements, each multiplied by `inverse`."""
     if DTYPE == "float32":
-        word = _narrow_e4m3(e0[0] * inverse, e1[0] * inverse) | (_narrow_e4m3(e2[0] * inverse, e3[0] * inverse) << 16)
+        word = narrow_e4m3(e0[0] * inverse, e1[0] * inverse) | (narrow_e4m3(e2[0] * inverse, e3[0] * inverse) << 16)
         _store_words(out + packet * 4, word, word, mask, 1)
     else:
-        low = _narrow_e4m3(e0[0] * inverse, e0[1] * inverse) | (_narrow_e4m3(e1[0] * inverse, e1[1] * inverse) << 16)
-        high = _narrow_e4m3(e2[0] * inverse, e2[1] * inverse) | (_narrow_e4m3(e3[0] * inverse, e3[1] * inverse) << 16)
+        low = narrow_e4m3(e0[0] * inverse, e0[1] * inverse) | (narrow_e4m3(e1[0] * inverse, e1[1] * inverse) << 16)
+        high = narrow_e4m3(e2[0] * inverse, e2[1] * inverse) | (narrow_e4m3(e3[0] * inverse, e3[1] * inverse) << 16)
         _store_words(out + packet * 8, low, high, mask, 2)
 
 

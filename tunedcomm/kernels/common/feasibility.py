@@ -42,8 +42,16 @@ def refuse_kernels(problem: Problem, limits: Limits, dtypes: Sequence[str], redu
     return None
 
 
-def refuse_result(problem: Problem, *, wide: bool) -> str | None:
-    """Return why sums that are `wide` (fp32, of 16-bit floats), or rounded, are not the problem's results, or None."""
+def refuse_result(problem: Problem, *, wide: bool = False, quantized: bool = False) -> str | None:
+    """Return why results are not the problem's, or None.
+
+    Args:
+        problem: the problem.
+        wide: results are fp32 sums of 16-bit floats, else rounded.
+        quantized: payloads travel quantised.
+    """
+    if quantized != bool(problem.scaling):
+        return "its payloads travel quantised; wire= asks for that" if quantized else "its payloads travel as they are"
     if wide == (problem.layout == "float32"):
         return None
     return "its results are fp32 sums" if wide else "its sums are rounded; the variants that end in _fp32 round none"

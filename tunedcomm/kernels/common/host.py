@@ -19,6 +19,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels.common.feasibility import refuse_result
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.reference import WIDE
 from tunedcomm.kernels.common.variant import Collective, ComposedVariant, VariantBase, Workspace
@@ -85,6 +86,8 @@ class HostVariant(_CpuVariant):
             return "only CPU tensors of ranks on one host go through its shared memory"
         if problem.dtype not in self.dtypes:
             return f"it takes {', '.join(self.dtypes)}, not {problem.dtype}"
+        if reason := refuse_result(problem, wide=problem.layout == WIDE, quantized=self.numerics == "quantized"):
+            return reason
         if problem.numel == 0:
             return "there is nothing to do"
         chunk, whole = int(config["chunk_kib"]) * KIB, self.slot_bytes(problem)

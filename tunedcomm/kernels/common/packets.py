@@ -29,9 +29,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tunedcomm import fp8
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, as_mask, load_packets, store_packets
 
 PACKET_BYTES = 16
+_E4M3_MAX = tl.constexpr(fp8.E4M3_MAX)
 ESCAPE = tl.constexpr(-0x7FFFFFFF)  # as int32; a word that hardly any payload holds: −0.0 beside a subnormal
 
 
@@ -167,6 +169,40 @@ def narrow(low, high, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _e4m3_bits(value):
+    """Interpreter: bits of fp32 rounded to nearest even in e4m3, saturated, NaN kept a NaN."""
+    bits = value.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(value), _E4M3_MAX)
+    of_size = size.to(tl.int32, bitcast=True)
+    normal = ((of_size + 0x7FFFF + ((of_size >> 20) & 1)) >> 20) - (120 << 3)
+    # Adding 2^14 rounds to multiples of 2^-9, the least of e4m3.
+    subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    found = tl.where(size < 0.015625, subnormal, normal)
+    found = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, found)
+    return found | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def narrow_e4m3(low, high):
+    """Two fp32 values as two e4m3 in the low half of an int32."""
+    if INTERPRET:
+        return _e4m3_bits(low) | (_e4m3_bits(high) << 8)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 pair;
+            cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1;
+            cvt.u32.u16 $0, pair;
+            }""",
+            "=r,f,f",
+            [low, high],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def _positive_zero(w, DTYPE: tl.constexpr):
     """Turn a −0.0 in either element of a word into +0.0."""
     if DTYPE == "float32":
@@ -177,7 +213,8 @@ def _positive_zero(w, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _mean(value, WORLD_SIZE: tl.constexpr):
+def mean(value, WORLD_SIZE: tl.constexpr):
+    """An fp32 sum divided by the number of ranks."""
     if (WORLD_SIZE & (WORLD_SIZE - 1)) == 0:
         return value * (1.0 / WORLD_SIZE)  # exact, as a division by a power of two is
     else:
@@ -195,9 +232,9 @@ def sum_word(words, OFFSET: tl.constexpr, DTYPE: tl.constexpr, AVG: tl.constexpr
         low += more_low
         high += more_high
     if AVG:
-        low = _mean(low, WORLD_SIZE)
+        low = mean(low, WORLD_SIZE)
         if DTYPE != "float32":
-            high = _mean(high, WORLD_SIZE)
+            high = mean(high, WORLD_SIZE)
         return _positive_zero(narrow(low, high, DTYPE), DTYPE)
     else:
         return narrow(low, high, DTYPE)
@@ -242,9 +279,9 @@ def insert_own(words, own, rank, WORLD_SIZE: tl.constexpr):
 @triton.jit
 def _mean_word(w, DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr):
     low, high = widen(w, DTYPE)
-    low = _mean(low, WORLD_SIZE)
+    low = mean(low, WORLD_SIZE)
     if DTYPE != "float32":
-        high = _mean(high, WORLD_SIZE)
+        high = mean(high, WORLD_SIZE)
     return _positive_zero(narrow(low, high, DTYPE), DTYPE)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
+from tunedcomm.kernels.common.wire import TOLERANCE, WIRES, sent, sum_sent
 from tunedcomm.metrics import all_reduce_factor, shard_factor
 from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 
@@ -174,10 +175,19 @@ def register_reduction(
     def exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
         return (ordered_sum(parts(problem, inputs, rank), problem.reduction, wide=problem.layout == WIDE),)
 
+    def quantized(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[tuple[torch.Tensor]]:
+        dtype = inputs[0][0].dtype
+        total = sum_sent(parts(problem, inputs, rank), problem.scaling, problem.reduction)
+        totals = [total] if scatters else [total, sent(total, problem.scaling)]
+        return [(total.to(dtype),) for total in totals]
+
     def check(problem: Problem) -> None:
+        check_wire(problem)
         linear = problem.reduction in ("sum", "avg") and not problem.in_place
         if problem.layout == WIDE and not (linear and problem.dtype in ("bfloat16", "float16")):
             raise ValueError(f"{problem}: fp32 results are sums and means of bfloat16 and float16, not in place")
+        if problem.layout and problem.scaling:
+            raise ValueError(f"{problem}: sums of what travelled quantised are rounded to the payload's dtype")
 
     return register_op(
         OpSpec(
@@ -191,18 +201,30 @@ def register_reduction(
             make_outputs=outputs_like,
             reference=reference,
             # ‖out − ref‖ / ‖ref‖ of a sum of up to 8 ranks: a few roundings in the payload's dtype.
-            tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
+            tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14, **TOLERANCE},
             message_bytes=lambda problem: problem.nbytes,
             busbw_factor=shard_factor if scatters else all_reduce_factor,
             default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib, host_largest=host_largest),
             ordered_reference=exact,
+            quantized_references=quantized,
             in_place=not scatters,
             layouts=("", WIDE),
+            scalings=("", *WIRES) if name == "all_reduce" else ("",),
             check=check,
             is_per_rank=scatters,
             model_shapes=rank_hidden_states if scatters else hidden_states,
         )
     )
+
+
+def check_wire(problem: Problem) -> None:
+    """Refuse a wire for what is not made of floats, or not linear.
+
+    Raises:
+        ValueError: says so.
+    """
+    if problem.scaling and (problem.dtype not in SUM_DTYPES or problem.reduction not in ("", "sum", "avg")):
+        raise ValueError(f"{problem}: sums, means and copies of {', '.join(SUM_DTYPES)} travel quantised")
 
 
 def draw_any(problem: Problem, numel: int, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:

@@ -48,7 +48,7 @@ from tunedcomm.kernels.common.copies import copies_of
 from tunedcomm.kernels.common.feasibility import refuse_multicast, refuse_streams
 from tunedcomm.kernels.common.lane import address_of
 from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
-from tunedcomm.kernels.common.packets import PACKET_BYTES, _mean, load_reduce, mean_packets, num_packets, write_elements
+from tunedcomm.kernels.common.packets import PACKET_BYTES, load_reduce, mean, mean_packets, num_packets, write_elements
 from tunedcomm.kernels.common.panels import (
     COUNTERS,
     DATA,
@@ -178,7 +178,7 @@ def _finish_piece(
             peer_tile = tl.load(p, mask=(r < rows)[:, None] & mask, other=0.0)
         total += tl.where(i == rank, own_tile.to(tl.float32), peer_tile.to(tl.float32))
     if AVG:
-        total = _mean(total, WORLD_SIZE)
+        total = mean(total, WORLD_SIZE)
     store_rounded(out, total, row, column, rows, n, BLOCK_M, WIDTH, OUT, ALIGNED)
 
 

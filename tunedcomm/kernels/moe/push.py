@@ -35,7 +35,7 @@ import triton.language as tl
 from triton import next_power_of_2
 
 from tunedcomm import fp8
-from tunedcomm.kernels.all_reduce_rms_norm.rows import _narrow_e4m3, _store_words
+from tunedcomm.kernels.all_reduce_rms_norm.rows import _store_words
 from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels, refuse_residence
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, exchange_flags, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
@@ -44,6 +44,7 @@ from tunedcomm.kernels.common.packets import (
     escape,
     escape_sentinels,
     has_escape,
+    narrow_e4m3,
     packets_of,
     sentinel_mask_of,
     store_bytes,
@@ -177,7 +178,7 @@ def place_of(
 @triton.jit
 def narrow_pair(low, high, scale):
     """Two quotients, each rounded, as two e4m3 in the low half of a word."""
-    return _narrow_e4m3(tl.div_rn(low, scale), tl.div_rn(high, scale))
+    return narrow_e4m3(tl.div_rn(low, scale), tl.div_rn(high, scale))
 
 
 @triton.jit

@@ -12,8 +12,8 @@ go wrong late.
 
 Every launch finds its outputs filled with NaN, and every rank starts after a random delay of its own. Inputs are
 overwritten in stream order as soon as the rank's launch is over, so that a variant whose peers still read them fails.
-`ordered` variants must give the op's exact bits. Other variants may differ by the op's tolerance on random inputs, and
-must be exact on whole numbers that the dtype can hold.
+`ordered` and `quantized` variants must give the op's exact bits. Other variants may differ by the op's tolerance on
+random inputs, and must be exact on whole numbers that the dtype can hold.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Case:
         expected: the results in float64.
         exact: the output's dtype holds `expected` without rounding.
         bits: the result of every ordered variant, in the output's dtype; None where the op promises no bits.
+        quantized: the results that `quantized` variants may give.
         judged_bits: the judgement of `bits`, once a variant gave them; the same bits are not judged again.
     """
 
@@ -77,6 +78,7 @@ class Case:
     expected: Tensors
     exact: bool
     bits: Tensors | None
+    quantized: tuple[Tensors, ...] = ()
     judged_bits: list[Judgement] = field(default_factory=list)
 
 
@@ -127,9 +129,11 @@ def make_case(op: OpSpec, problem: Problem, rank: int, *, kind: str, seed: int, 
     everyone = [op.make_inputs(problem, peer, seed, kind, device) for peer in range(problem.world_size)]
     expected = op.reference(problem, everyone, rank)
     bits = op.ordered_reference(problem, everyone, rank) if op.ordered_reference else None
+    refer = op.quantized_references if problem.scaling else None
+    quantized = tuple(refer(problem, everyone, rank)) if refer else ()
     dtypes = [tensor.dtype for tensor in bits] if bits else [getattr(torch, problem.dtype)] * len(expected)
-    exact = all(bool((e.to(d).to(e.dtype) == e).all()) for e, d in zip(expected, dtypes, strict=True))
-    return Case(kind, everyone[rank], expected, exact, bits)
+    exact = not quantized and all(bool((e.to(d).to(e.dtype) == e).all()) for e, d in zip(expected, dtypes, strict=True))
+    return Case(kind, everyone[rank], expected, exact, bits, quantized)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,15 +217,18 @@ def rank_delay(seed: int, rank: int, index: int, device: torch.device) -> None:
 
 
 def judge(op: OpSpec, problem: Problem, case: Case, outputs: Tensors, *, ordered: bool) -> Judgement:
-    """Compare results with the expected ones."""
+    """Compare results with the expected ones; `ordered`: the variant's class promises bits."""
     outputs = op.mask_unspecified(problem, (), outputs)[1]
     if len(outputs) != len(case.expected):
         return Judgement(float("inf"), f"gave {len(outputs)} outputs where {len(case.expected)} are due")
     as_ordered = case.bits is not None and all(map(_same_bits, outputs, case.bits))
     if as_ordered and case.judged_bits:
         return case.judged_bits[0]
+    due = case.bits if ordered else None
+    if ordered and case.quantized and not as_ordered:
+        due = next((bits for bits in case.quantized if all(map(_same_bits, outputs, bits))), case.quantized[0])
     found = worst(
-        _compare(op, problem, case, output, expected, case.bits[index] if ordered and case.bits is not None else None)
+        _compare(op, problem, case, output, expected, None if due is None else due[index])
         for index, (output, expected) in enumerate(zip(outputs, case.expected, strict=True))
     )
     if as_ordered and found.right:
@@ -247,7 +254,8 @@ def _compare(
         return Judgement()
     got = output.to(expected.dtype)
     if wanted is not None:
-        wrong, rule = _bits(output) != _bits(wanted), f"bits of the {_ORDERED.get(problem.reduction, 'elements sent')}"
+        rule = "quantised result" if case.quantized else _ORDERED.get(problem.reduction, "elements sent")
+        wrong, rule = _bits(output) != _bits(wanted), f"bits of the {rule}"
     elif (case.kind == "integers" and case.exact) or not output.is_floating_point():
         wrong, rule = got != expected, "whole numbers, which must be exact"
     else:

@@ -251,7 +251,8 @@ def _accept(vote: Vote) -> Vote:
 
 
 def _is_ordered(candidate: Candidate) -> bool:
-    return get_variant(candidate.op, candidate.variant).numerics == "ordered"
+    """True if the variant's class promises bits."""
+    return get_variant(candidate.op, candidate.variant).numerics in ("ordered", "quantized")
 
 
 class TrialRunner:

@@ -31,7 +31,12 @@ from tunedcomm.tuner.gang.protocol import FAILED, LOST
 _MAX_FINALISTS = 24
 _MAX_SMS = 128
 # The strictest policy that admits a numerics class.
-_NARROWEST: Mapping[Numerics, NumericsPolicy] = {"ordered": "ordered", "library": "default", "unordered": "any"}
+_NARROWEST: Mapping[Numerics, NumericsPolicy] = {
+    "ordered": "ordered",
+    "library": "default",
+    "quantized": "default",
+    "unordered": "any",
+}
 
 
 class Knowledge:
