@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -113,8 +113,54 @@ def _poll(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if found else None
 
 
+def _keep_types(interpreter: Any, core: Any) -> None:
+    """Make Triton's types once: what an operation costs is the description of its operands, not their numbers.
+
+    Two blocks of one shape need no broadcast, and of sums of integers the check for overflow, which costs as much as
+    five sums, is looked at by nobody unless kernels are debugged.
+    """
+    from triton.language.semantic import TritonSemantic
+
+    def keep(cls: Any, key: Any, complete: Any) -> None:
+        made, make = {}, cls.__init__
+
+        def init(self: Any, *args: Any) -> None:
+            known = made.get(name := key(*args))
+            if known is None:
+                make(self, *args)
+                made[name] = dict(vars(self))
+            else:
+                vars(self).update(known)
+                complete(self, *args)
+
+        cls.__init__ = init
+
+    def complete(self: Any, handle: Any, type_: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type_, type_.scalar
+
+    keep(core.block_type, lambda of, shape: (of.name, *(getattr(n, "value", n) for n in shape)), lambda *_: None)
+    keep(core.tensor, lambda _, type_: type_.name, complete)
+
+    arrays, array_of, broadcast = {}, interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value
+
+    def kept_array_of(type_: Any) -> Any:
+        if (name := type_.scalar.name) not in arrays:
+            arrays[name] = array_of(type_)
+        return arrays[name]
+
+    def broadcast_unless_alike(self: Any, a: Any, b: Any) -> Any:
+        alike = a.type.is_block() and b.type.is_block() and list(a.type.shape) == list(b.type.shape)
+        return (a, b) if alike else broadcast(self, a, b)
+
+    interpreter._get_np_dtype = kept_array_of
+    TritonSemantic.broadcast_impl_value = broadcast_unless_alike
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
 def _prepare_interpreter() -> None:
-    """Take out of every launch what Triton's interpreter does over and over: a third of a small kernel's time.
+    """Take out of every launch what Triton's interpreter does over and over: half of a small kernel's time.
 
     It replaces the functions of triton.language at every call of a function by another one, though once a launch would
     do, and translates each function at its first call. A Triton that is built otherwise is left as it is.
@@ -130,6 +176,8 @@ def _prepare_interpreter() -> None:
             return patch_all(fn) if any(tl.core.is_builtin(language.load) for language in seen) else scope()
 
         interpreter._patch_lang = patch
+    with contextlib.suppress(AttributeError, ImportError):
+        _keep_types(interpreter, tl.core)
     for name, module in list(sys.modules.items()):
         if name.startswith("tunedcomm.kernels"):
             for value in list(vars(module).values()):
