@@ -19,10 +19,10 @@ import __future__, importlib.metadata, json, logging, os, sys, time
 known, environment = set(sys.modules), dict(os.environ)
 register = entry.load()
 loaded = set(sys.modules) - known
-begin = time.perf_counter()
+begin = time.process_time()
 for _ in range(3):
     register()
-took = time.perf_counter() - begin
+took = time.process_time() - begin
 new = set(sys.modules) - known - loaded
 print(json.dumps([sorted(loaded), sorted(new), os.environ == environment, took, len(sys.meta_path)]))
 """
@@ -50,7 +50,7 @@ def test_it_imports_nothing_and_changes_nothing(group: str, site: Path) -> None:
     assert loaded == ["tunedcomm_plugin"]
     assert new == []
     assert same_environment
-    assert took < 0.05, "5 ms on an idle machine"
+    assert took < 0.05, "5 ms of CPU"
     assert done.stderr == ""
 
 
