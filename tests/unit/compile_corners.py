@@ -87,8 +87,8 @@ def end_points(variant: Variant) -> Iterator[Config]:
         yield dict(zip(variant.space.names, point, strict=True))
 
 
-def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: bool) -> Problem | None:
-    """A problem like `like`, of any size, that the config may run: what can never run need not compile."""
+def problems_like(like: Problem, *, tail: bool) -> list[Problem]:
+    """Problems like `like` of many sizes."""
     width = ITEMSIZE[like.dtype]
     if get_op(like.op).rank_of_shape == 1:
         shapes: list[tuple[int, ...]] = [((1 << e) // width + (1 if tail else 0),) for e in range(4, 30)]
@@ -101,14 +101,15 @@ def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: b
     else:  # of matrices the longest rows, or the shortest ones
         rows = ROW_BYTES if tail else tuple(reversed(ROW_BYTES))
         shapes = [(count, size // width) for size in rows for count in (1, 16, 256, 4096)]
-    for shape in shapes:
-        problem = replace(like, shape=shape)
-        if any(
-            variant.infeasible(problem, config, limits) is None
-            for limits in (LIMITS, *SPANNING)
-            if limits.ranks_per_node < like.world_size
-        ):
-            return problem
+    return [replace(like, shape=shape) for shape in shapes]
+
+
+def feasible_problem(variant: Variant, config: Config, problems: Iterable[Problem]) -> Problem | None:
+    """The first that the config may run: what can never run need not compile."""
+    for problem in problems:
+        for limits in (LIMITS, *SPANNING):
+            if limits.ranks_per_node < problem.world_size and variant.infeasible(problem, config, limits) is None:
+                return problem
     return None
 
 
@@ -135,17 +136,18 @@ def every_corner(variant: Variant) -> list[Corner]:
     reductions = [name for name in REDUCTIONS if name in spec.reductions] or [""]
     inputs = [(kind, in_place) for kind, in_place in INPUTS if spec.in_place or not in_place]
     extras = [*((layout, "") for layout in spec.layouts), *((spec.layouts[0], s) for s in spec.scalings if s)]
-    problems = itertools.product(spec.dtypes, reductions, inputs, extras, WORLD_SIZES, (False, True))
-    for (dtype, reduction, (kind, in_place), (layout, scaling), world_size, tail), config in itertools.product(
-        problems, list(end_points(variant))
+    configs = list(end_points(variant))
+    for dtype, reduction, (kind, in_place), (layout, scaling), world_size, tail in itertools.product(
+        spec.dtypes, reductions, inputs, extras, WORLD_SIZES, (False, True)
     ):
         like = Problem(
             variant.op, (1,), dtype, world_size,
             reduction=reduction, input_kind=kind, in_place=in_place, layout=layout, scaling=scaling,
         )  # fmt: skip
-        problem = feasible_problem(variant, config, like, tail=tail)
-        if problem is not None:
-            for request in variant.compile_requests(problem, config):
+        problems = problems_like(like, tail=tail)
+        for config in configs:
+            problem = feasible_problem(variant, config, problems)
+            for request in variant.compile_requests(problem, config) if problem is not None else ():
                 for capability in CAPABILITIES:
                     found[Corner(variant.op, variant.name, request, capability)] = None
     return list(found)

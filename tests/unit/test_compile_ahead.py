@@ -90,8 +90,9 @@ def messages_of(variant: Variant) -> Iterator[tuple[Problem, Config]]:
         (Problem(variant.op, (1,), "float32", 3, reduction=mean, input_kind="symmetric"), True),
         (Problem(variant.op, (1,), "float16", 8, reduction=total, input_kind="symmetric", in_place=True), False),
     ):
+        problems = compile_corners.problems_like(replace(like, layout=layout), tail=tail)
         for config in compile_corners.end_points(variant):
-            problem = compile_corners.feasible_problem(variant, config, replace(like, layout=layout), tail=tail)
+            problem = compile_corners.feasible_problem(variant, config, problems)
             if problem is not None:
                 yield problem, config
 
