@@ -213,6 +213,8 @@ def public_calls(rank: int) -> dict[str, Callable[[], Any]]:
         "all_reduce_fp32": lambda: tunedcomm.all_reduce(x.bfloat16(), out_dtype=torch.float32),
         "reduce_scatter_fp32": lambda: tunedcomm.reduce_scatter(x.bfloat16(), out_dtype=torch.float32),
         "all_reduce_wire": lambda: tunedcomm.all_reduce(x, wire="fp8_group128"),
+        "all_gather_wire": lambda: tunedcomm.all_gather(x, wire="fp8_group128"),
+        "reduce_scatter_wire": lambda: tunedcomm.reduce_scatter(x, wire="fp8_group128"),
         "all_to_all": lambda: tunedcomm.all_to_all(x),
         "all_to_all_v": lambda: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=4),
         "broadcast": lambda: tunedcomm.broadcast(x, 1),

@@ -76,6 +76,8 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
         "all_reduce_fp32": (x.bfloat16(), "avg", *same),
         "reduce_scatter_fp32": (x.bfloat16(), "avg", 1, *same),
         "all_reduce_wire": (x, "sum", "fp8_group128", *same),
+        "all_gather_wire": (x, 1, "fp8_group128", *same),
+        "reduce_scatter_wire": (x, "avg", 1, "int8_group128", *same),
         "all_to_all": (x, *same),
         "broadcast": (x, 1, *same),
         "all_gather_v": (x[: 3 + rank], None, [3, 4], 3 + rank, 5, *same),
@@ -130,7 +132,7 @@ CHECKS = (
         *(f"{op}.out" for op in COLLECTIVES),
     ),
     *("all_reduce_rms_norm_quantized", "all_reduce_", "all_reduce_bias_"),
-    *("all_reduce_fp32", "reduce_scatter_fp32", "all_reduce_wire"),
+    *("all_reduce_fp32", "reduce_scatter_fp32", "all_reduce_wire", "all_gather_wire", "reduce_scatter_wire"),
 )
 OF_GEMMS = (
     *(f"{op}{dtype}" for dtype in ("", " bf16", " fp8") for op in GEMMS),

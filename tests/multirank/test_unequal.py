@@ -47,6 +47,8 @@ def calls(rank: int, world_size: int) -> dict[str, tuple[Tensors, tuple[Any, ...
         "all_reduce_fp32": ((x.bfloat16(),), ("sum",)),
         "reduce_scatter_fp32": ((x.bfloat16(),), ("sum", 0)),
         "all_reduce_wire": ((x,), ("sum", "fp8_group128")),
+        "all_gather_wire": ((x,), (0, "fp8_group128")),
+        "reduce_scatter_wire": ((x,), ("sum", 0, "fp8_group128")),
         "all_to_all": ((x,), ()),
         "all_to_all_v": ((x,), (counts, counts, 4)),
         "broadcast": ((x,), (1,)),

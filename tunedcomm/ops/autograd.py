@@ -80,7 +80,7 @@ def broadcast(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """The gradient of `reduce_scatter`."""
-    (op, dim), (group_size, group, _, max_sms) = ctx.options, ctx.settings
+    (op, dim, *_), (group_size, group, _, max_sms) = ctx.options, ctx.settings
     mine = grad / group_size if op == "avg" else grad
     return (_ops.all_gather(mine, dim, group_size, group, max_sms).reshape(ctx.shape),)
 
@@ -88,6 +88,11 @@ def reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def all_reduce_wire(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """The gradient of `all_reduce` with a quantised wire, which is not quantised."""
     return (_ops.all_reduce(grad, ctx.options[0], *ctx.settings),)
+
+
+def all_gather_wire(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of `all_gather` with a quantised wire, which is not quantised."""
+    return (_ops.reduce_scatter(grad, "sum", ctx.options[0], *ctx.settings).reshape(ctx.shape),)
 
 
 def all_reduce_fp32(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -291,11 +291,11 @@ class _AllGather(OpAdapter):
     """Kernels gather along the first dimension that is longer than 1; along others their result is permuted."""
 
     op = "all_gather"
-    options = ("int dim",)
+    options: tuple[str, ...] = ("int dim",)
     reduces = False
     depends_on_memory = True
     gradient = autograd.keep_nothing, autograd.all_gather
-    torch_operators = (
+    torch_operators: tuple[str, ...] = (
         "c10d::_allgather_base_",
         "c10d::allgather_into_tensor_coalesced_",
         "_c10d_functional::all_gather_into_tensor_coalesced",
@@ -314,6 +314,9 @@ class _AllGather(OpAdapter):
             raise UnsupportedInputError(
                 f"{self.op} does not take {inputs[0].dtype}; gather x.int_repr() and its scales"
             )
+
+    def asks_for(self, problem: Problem) -> bool:
+        return not problem.scaling
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         return _bytes_problem(self.op, inputs[0], world_size)
@@ -347,6 +350,15 @@ class _AllGather(OpAdapter):
 
 
 _all_gather: CallPath[torch.Tensor] = CallPath(_AllGather())
+
+
+class _AllGatherWire(_Wire, _AllGather):
+    options = ("int dim", "str wire")
+    reduces = True  # `ordered` excludes a wire
+    gradient = autograd.keep_nothing, autograd.all_gather_wire
+
+
+_all_gather_wire: CallPath[torch.Tensor] = CallPath(_AllGatherWire())
 
 
 class _AllGatherList(OpAdapter):
@@ -464,6 +476,7 @@ def all_gather(
     dim: int = 0,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
+    wire: Wire | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
 ) -> torch.Tensor: ...
@@ -487,6 +500,7 @@ def all_gather(
     dim: int = 0,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    wire: Wire | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
 ) -> torch.Tensor | list[torch.Tensor]:
@@ -500,6 +514,7 @@ def all_gather(
         group: as in `all_reduce`.
         out: where to write: of the result's shape, dtype and device, any strides; must not overlap `x`, but `x` may be
             this rank's own part of it, on every rank alike and not in symmetric memory. None allocates it.
+        wire: as in `all_reduce`, of one tensor. The own part, too, arrives as quantised. None: every bit arrives.
         max_sms: as in `all_reduce`. 0 admits copy engines alone.
         async_op: as in `all_reduce`.
 
@@ -510,15 +525,18 @@ def all_gather(
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
-    Moves bytes: every bit arrives as it was, NaN payloads and the sign of zeros included. Can be captured in CUDA
-    graphs; enqueues on the current stream; never synchronises the host.
+    Moves bytes, unless `wire` is given: every bit arrives as it was, NaN payloads and the sign of zeros included. Can
+    be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
     try:
-        if not (async_op or is_dynamo_compiling()):
+        if not (async_op or wire or is_dynamo_compiling()):
             fast = _all_gather.last[world._default_pg if group is None else group]
             if (result := fast(x, out, dim, "default", max_sms)) is not None:
                 return result
         refuse_async("all_gather", async_op)
+        if wire is not None:
+            check_input("all_gather with a wire", x)
+            return _all_gather_wire.call((x, out), (dim, wire), group, None, max_sms)
         if isinstance(x, (list, tuple)):
             return all_gather_list(x, dim=dim, group=group, out=out, max_sms=max_sms)  # type: ignore[arg-type]
         return _all_gather.call((x, out), (dim,), group, "default", max_sms)
@@ -633,7 +651,7 @@ class _ReduceScatter(_Reduction):
     """A result is one chunk of the input along the dimension."""
 
     op = "reduce_scatter"
-    options = ("str op", "int dim")
+    options: tuple[str, ...] = ("str op", "int dim")
     gradient = autograd.keep_nothing, autograd.reduce_scatter
     torch_operators: tuple[str, ...] = (
         "c10d::_reduce_scatter_base_",
@@ -694,6 +712,14 @@ class _ReduceScatterWide(_Wide, _ReduceScatter):
 _reduce_scatter_wide: CallPath[torch.Tensor] = CallPath(_ReduceScatterWide())
 
 
+class _ReduceScatterWire(_Wire, _ReduceScatter):
+    options = ("str op", "int dim", "str wire")
+    gradient = autograd.keep_nothing, autograd.reduce_scatter
+
+
+_reduce_scatter_wire: CallPath[torch.Tensor] = CallPath(_ReduceScatterWire())
+
+
 def reduce_scatter(
     x: torch.Tensor,
     *,
@@ -702,6 +728,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    wire: Wire | None = None,
     numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
     async_op: bool = False,
@@ -719,6 +746,7 @@ def reduce_scatter(
         out: where to write: `x`'s shape with `dim` divided by the group's size, same dtype and device, any strides; no
             memory shared with `x`. None allocates it.
         out_dtype: as in `all_reduce`: `torch.float32` gives the fp32 sums of bf16 or fp16, as gradients want them.
+        wire: as in `all_reduce`; groups of 128 begin with each chunk.
         numerics: as in `all_reduce`. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not
             depend on tuning and are those of the same part of an ordered `all_reduce`.
         max_sms: as in `all_reduce`.
@@ -733,11 +761,14 @@ def reduce_scatter(
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
     try:
-        if not (async_op or out_dtype or is_dynamo_compiling()):
+        if not (async_op or out_dtype or wire or is_dynamo_compiling()):
             fast = _reduce_scatter.last[world._default_pg if group is None else group]
             if (result := fast(x, out, op, dim, numerics, max_sms)) is not None:
                 return result
         refuse_async("reduce_scatter", async_op)
+        if wire is not None:
+            refuse_wide("reduce_scatter", x, out_dtype)
+            return _reduce_scatter_wire.call((x, out), (reduction_name(op), dim, wire), group, numerics, max_sms)
         if is_wide("reduce_scatter", x, out_dtype):
             return _reduce_scatter_wide.call((x, out), (reduction_name(op), dim), group, numerics, max_sms)
         return _reduce_scatter.call((x, out), (reduction_name(op), dim), group, numerics, max_sms)

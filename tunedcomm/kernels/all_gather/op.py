@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.feasibility import Launch, refuse_result
 from tunedcomm.kernels.common.reference import draw_any, rank_hidden_states, register_move
 from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, Workspace, all_gather_single
+from tunedcomm.kernels.common.wire import WIRES
 from tunedcomm.space import Config
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +38,16 @@ ALL_GATHER = register_move(
     make_inputs=_make_inputs,
     received=_received,
     largest_mib=128,
+    scalings=("", *WIRES),
     model_shapes=rank_hidden_states,
 )
 
 
 class AllGatherVariant(MoveVariant):
     op = "all_gather"
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        return refuse_result(problem) or super().refuse(problem, limits)
 
     def refuse_items(self, problem: Problem, config: Config) -> str | None:
         """Return why a thread cannot hold the packets of all ranks that `config` gives it at once, or None."""

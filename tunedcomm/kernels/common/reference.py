@@ -209,7 +209,7 @@ def register_reduction(
             quantized_references=quantized,
             in_place=not scatters,
             layouts=("", WIDE),
-            scalings=("", *WIRES) if name == "all_reduce" else ("",),
+            scalings=("", *WIRES),
             check=check,
             is_per_rank=scatters,
             model_shapes=rank_hidden_states if scatters else hidden_states,
@@ -257,12 +257,13 @@ def register_move(
     model_shapes: Callable[[Any], list[tuple[int, ...]]] | None = None,
     is_per_rank: bool = True,
     mask_unspecified: Callable[[Problem, Any, Any], Any] = lambda problem, inputs, outputs: (inputs, outputs),
+    scalings: tuple[str, ...] = ("",),
 ) -> OpSpec:
     """Register an op that moves values of any dtype and computes nothing.
 
     Args:
-        name, summary, shape_help, make_inputs, make_outputs, model_shapes, is_per_rank, mask_unspecified: as in
-            `OpSpec`.
+        name, summary, shape_help, make_inputs, make_outputs, model_shapes, is_per_rank, mask_unspecified, scalings: as
+            in `OpSpec`; scalings name wires.
         received: `(problem, inputs of every rank, rank)` to the rank's result.
         largest_mib: the largest message that is swept on GPUs.
     """
@@ -272,6 +273,10 @@ def register_move(
 
     def reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
         return (received(problem, inputs, rank).double(),)
+
+    def quantized(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[tuple[torch.Tensor]]:
+        arrived = [(sent(values, problem.scaling).to(values.dtype),) for (values,) in inputs]
+        return [(received(problem, arrived, rank),)]
 
     return register_op(
         OpSpec(
@@ -284,11 +289,14 @@ def register_move(
             make_inputs=make_inputs,
             make_outputs=make_outputs,
             reference=reference,
-            tolerance=dict.fromkeys(DTYPES, 0.0),
+            tolerance=dict.fromkeys(DTYPES, 0.0) | {wire: TOLERANCE[wire] for wire in scalings if wire},
             message_bytes=lambda problem: problem.nbytes,
             busbw_factor=shard_factor if is_per_rank else lambda world_size: 1.0,
             default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib),
             ordered_reference=exact,
+            quantized_references=quantized,
+            scalings=scalings,
+            check=check_wire,
             is_per_rank=is_per_rank,
             mask_unspecified=mask_unspecified,
             model_shapes=model_shapes,

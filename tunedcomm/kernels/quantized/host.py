@@ -72,3 +72,11 @@ class _Host(HostVariant):
 
 class AllReduceHost(_Host, registered=True):
     op = "all_reduce"
+
+
+class ReduceScatterHost(_Host, registered=True):
+    op = "reduce_scatter"
+
+
+class AllGatherHost(_Host, registered=True):
+    op = "all_gather"

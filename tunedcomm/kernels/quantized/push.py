@@ -251,6 +251,14 @@ class AllReduceOneShot(_OneShot, registered=True):
     op = "all_reduce"
 
 
+class ReduceScatterOneShot(_OneShot, registered=True):
+    op = "reduce_scatter"
+
+
+class AllGatherOneShot(_OneShot, registered=True):
+    op = "all_gather"
+
+
 class AllReduceTwoShot(_Quantized, registered=True):
     op = "all_reduce"
     name = "two_shot_quantized"
