@@ -1,4 +1,4 @@
-"""fp8 payloads: the constants that scales are made of, and the cast."""
+"""8-bit payloads: the names of quantised wires, the constants that scales are made of, and the cast."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 E4M3_MAX = 448.0  # the largest finite value of e4m3
+FP8_WIRE, INT8_WIRE = WIRES = ("fp8_group128", "int8_group128")
 GROUP = 128  # columns that share a scale where quantize is group128
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tunedcomm.errors import SettingError
+from tunedcomm.fp8 import WIRES
 
 T = TypeVar("T")
 
@@ -119,6 +120,15 @@ def _mebibytes(text: str) -> int:
     if not 1 <= _whole(text) <= 65536:
         raise ValueError(text)
     return int(text) << 20
+
+
+def _wire(text: str) -> tuple[str, int] | None:
+    if text.lower() in _OFF:
+        return None
+    wire, _, least = text.partition(":")
+    if wire not in WIRES or (least and not least.endswith("MiB")):
+        raise ValueError(text)
+    return wire, _whole(least.removesuffix("MiB") or "0") << 20
 
 
 def _parts(text: str, separator: str = ",") -> tuple[str, ...]:
@@ -302,6 +312,16 @@ peer_timeout_s: Setting[float | None] = Setting(
     allowed="a number of seconds > 0, at most 1000000000",
     meaning="How long a call waits for a peer before the group raises `PeerTimeoutError`. A peer whose process has "
     "ended is found within two seconds, whatever the time-out.",
+)
+wire: Setting[tuple[str, int] | None] = Setting(
+    name="TUNEDCOMM_WIRE",
+    default=None,
+    default_in_words="`no`",
+    parse=_wire,
+    allowed="`fp8_group128` or `int8_group128`, with `:` and a whole number of MiB, e.g. `fp8_group128:8MiB`; `no`",
+    meaning="All-reduces of serving engines and `ServingAllReduce` travel quantised from that size on, where a kernel "
+    "is tuned for that; see [quantised wires](ops.md#quantised-wires). Ignored under `ordered` and in engines' "
+    "deterministic modes. All ranks of a group must agree on it.",
 )
 workspace_bytes = Setting(
     name="TUNEDCOMM_WORKSPACE_MIB",

@@ -7,14 +7,16 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Ranks, bits_of
+from cases import Ranks, bits_of, settings
 from quick import some
 from variant_checks import inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch.groups import get_communicator
-from tunedcomm.kernels.common.wire import WIRES, sent
+from tunedcomm.fp8 import WIRES
+from tunedcomm.integrations.engines.group import EngineGroup
+from tunedcomm.kernels.common.wire import sent
 from tunedcomm.spec import Problem, get_op, get_variant, variants
 
 kernels.discover()
@@ -185,6 +187,30 @@ def test_gathers_and_scatters(rank: int, world_size: int) -> None:
         needs.grad = None
         tunedcomm.reduce_scatter(needs, op="avg", wire=wire).sum().backward()
         assert torch.equal(needs.grad, torch.full_like(x, 1 / world_size))
+
+
+def test_serving(rank: int, world_size: int) -> None:
+    """By argument and by TUNEDCOMM_WIRE, from its size on, and never under `ordered`."""
+    x, large = values(rank, 64, 91), values(rank, 6000, 91)  # 1.04 MiB
+    adapter = tunedcomm.ServingAllReduce(wire=WIRES[1])
+    out = torch.empty_like(x)
+    assert adapter.should_use(x)
+    assert adapter.all_reduce(x, out) is out
+    assert torch.equal(out, total(world_size, WIRES[1], 64, 91))
+    with settings({"TUNEDCOMM_WIRE": f"{WIRES[0]}:1MiB"}):
+        adapter = tunedcomm.ServingAllReduce()
+        assert torch.equal(adapter.all_reduce(x), tunedcomm.all_reduce(x))
+        assert torch.equal(adapter.all_reduce(large), total(world_size, WIRES[0], 6000, 91))
+        found = EngineGroup("vllm", dist.group.WORLD, x.device, ordered=False)
+        for _ in range(50):
+            if (served := found.serve("all_reduce", "all_reduce", [large], ("sum",))) is not None:
+                break
+        assert served is not None
+        assert torch.equal(served[0], total(world_size, WIRES[0], 6000, 91))
+        adapter = tunedcomm.ServingAllReduce(numerics="ordered")
+        assert torch.equal(adapter.all_reduce(large), tunedcomm.all_reduce(large, numerics="ordered"))
+    with pytest.raises(tunedcomm.UnsupportedInputError, match="fp4"):
+        tunedcomm.ServingAllReduce(wire="fp4")
 
 
 def test_gradients(rank: int, world_size: int) -> None:

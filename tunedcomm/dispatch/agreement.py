@@ -60,6 +60,7 @@ class AgreedSettings:
     nan_check: bool = field(default_factory=settings.nan_check)
     node_of_rank: tuple[int, ...] = field(default_factory=settings.node_of_rank)
     numerics: str = field(default_factory=settings.numerics)
+    wire: tuple[str, int] | None = field(default_factory=settings.wire)
     workspace_bytes: int = field(default_factory=settings.workspace_bytes)
     nvtx: bool = field(default_factory=settings.nvtx)  # read here, so that a wrong value ends the set-up on every rank
     sources: Mapping[str, str] = field(default_factory=_source_hashes)

@@ -62,6 +62,7 @@ from tunedcomm.integrations import after_warmup, check_torch
 from tunedcomm.integrations.direct import OPERATORS, DirectCalls, Read
 from tunedcomm.ops.adapter import OpAdapter, Tensors, TorchCall, TorchServe
 from tunedcomm.ops.call import forget_last, leave, paths
+from tunedcomm.ops.checks import SUMMED
 from tunedcomm.ops.fast_call import is_capturing
 from tunedcomm.selection.select import Decision
 from tunedcomm.spec import NumericsPolicy, Problem, admits, get_variant
@@ -234,6 +235,20 @@ class RoutedGroup:
         if routing.miss is not None:
             routing.miss.count += 1
         return routing if routing.served else None
+
+    def on_wire(self, call: str, x: torch.Tensor, asked: str | None = None) -> tuple[str, Routing] | None:
+        """The wire of an all_reduce (sum) and its routing; None where it has none, or no kernel is tuned for it.
+
+        Args:
+            call, x: as in `serves`.
+            asked: a wire for all sizes, instead of TUNEDCOMM_WIRE.
+        """
+        communicator = self.communicator
+        wire, least = (asked, 0) if asked else communicator.settings.wire or (None, 0)
+        if wire is None or x.dtype not in SUMMED or x.nbytes < least or communicator.policy(self.numerics) == "ordered":
+            return None
+        routing = self.serves(call, paths["all_reduce_wire"].adapter, x, ("sum", wire))
+        return None if routing is None else (wire, routing)
 
     def begin(self, call: Job, may_wait: bool, results: Any = None, beside: bool = True) -> tuple[Any, Any]:
         """Make a call, which may go on `beside` the caller: its result, and its work object, or None if it has ended.

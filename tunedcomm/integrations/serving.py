@@ -31,13 +31,16 @@ from tunedcomm.dispatch.communicator import drop_at_exit
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.fp8 import WIRES
 from tunedcomm.integrations import after_warmup
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
 from tunedcomm.ops.attention import dcp_combine
 from tunedcomm.ops.call import paths
 from tunedcomm.ops.checks import check_tensor
-from tunedcomm.ops.collectives import all_reduce
+from tunedcomm.ops.collectives import Wire, all_reduce
 from tunedcomm.spec import NumericsPolicy
+
+_CALL = "ServingAllReduce.all_reduce"
 
 
 class ServingAllReduce:
@@ -50,6 +53,7 @@ class ServingAllReduce:
             `cpu_group` that their own kernels are given. None: the default group.
         device: where the engine's tensors are; by default the current CUDA device, or the CPU where there is none.
         max_bytes: larger tensors are left to the engine; None: no limit besides what was tuned.
+        wire: how its sums travel where a kernel is tuned for that, as of `all_reduce`; None: as TUNEDCOMM_WIRE says.
         numerics: the policy of its sums, as of `all_reduce`. With `ordered` it takes every tensor, so `max_bytes` must
             be None, and raises InfeasibleError for what no ordered variant can sum.
 
@@ -69,9 +73,12 @@ class ServingAllReduce:
         device: torch.device | str | None = None,
         *,
         max_bytes: int | None = None,
+        wire: Wire | None = None,
         numerics: NumericsPolicy | None = None,
     ) -> None:
         check_limit("max_bytes", max_bytes, "bytes")
+        if wire not in (None, *WIRES):
+            raise UnsupportedInputError(f"wire={wire!r} is unknown; allowed: {', '.join(WIRES)}, or None")
         check_policy(numerics)
         communicator = get_communicator(group, None if device is None else torch.device(device))
         if max_bytes is not None and communicator.policy(numerics) == "ordered":
@@ -81,7 +88,7 @@ class ServingAllReduce:
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.max_bytes = max_bytes
         self.disabled = False
-        self.numerics = numerics
+        self.numerics, self.wire = numerics, wire
         self._routed = RoutedGroup(self.group, self.device, numerics=numerics)
 
     def should_use(self, x: torch.Tensor) -> bool:
@@ -94,7 +101,9 @@ class ServingAllReduce:
         check_tensor("ServingAllReduce", x)
         if self.disabled or (self.max_bytes is not None and x.nbytes > self.max_bytes):
             return False
-        return self._routed.serves("ServingAllReduce.all_reduce", paths["all_reduce"].adapter, x, ("sum",)) is not None
+        if self._routed.on_wire(_CALL, x, self.wire) is not None:
+            return True
+        return self._routed.serves(_CALL, paths["all_reduce"].adapter, x, ("sum",)) is not None
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum over all ranks, in `out` or in a new tensor; `x` is left as it is unless `out` is `x`.
@@ -107,10 +116,13 @@ class ServingAllReduce:
         """
         check_tensor("ServingAllReduce", x)
         x = x.detach()
-        plain = self._routed.plain(x)
+        plain, wire = self._routed.plain(x), None
+        if on := self._routed.on_wire(_CALL, x, self.wire):
+            wire = on[0]
+            on[1].record.count -= 1  # `should_use` counts
         if plain is x or out is None or out.data_ptr() != x.data_ptr():
-            return all_reduce(plain, group=self.group, out=out, numerics=self.numerics)
-        return out.copy_(all_reduce(plain, group=self.group, out=plain, numerics=self.numerics))
+            return all_reduce(plain, group=self.group, out=out, wire=wire, numerics=self.numerics)  # type: ignore[arg-type]
+        return out.copy_(all_reduce(plain, group=self.group, out=plain, wire=wire, numerics=self.numerics))  # type: ignore[arg-type]
 
     def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
         """`all_reduce` into a new tensor, or None where `should_use(x)` is False."""

@@ -9,8 +9,8 @@ import torch
 from torch.autograd import forward_ad
 
 from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.fp8 import WIRES
 from tunedcomm.kernels.common.reference import SUM_DTYPES
-from tunedcomm.kernels.common.wire import WIRES
 
 FLOATS: Mapping[torch.dtype, str] = {
     torch.bfloat16: "bfloat16",

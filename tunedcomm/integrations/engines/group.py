@@ -89,9 +89,14 @@ class EngineGroup:
             return None
         x = xs[0]
         try:
-            routings = []
+            routings: list[Any] = []
             for x in xs:
                 like = x if out is None or out is x else x.detach().reshape(-1)
+                is_sum = len(xs) == 1 and (op, *options) == ("all_reduce", "sum")
+                if is_sum and (on := self._routed.on_wire(call, like)):
+                    adapter, options = paths["all_reduce_wire"].adapter, ("sum", on[0])
+                    routings.append(on[1])
+                    continue
                 routings.append(self._routed.serves(call, adapter, like, options, in_place=out is x))
             if None in routings:
                 for routing in filter(None, routings):

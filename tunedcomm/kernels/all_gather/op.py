@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.fp8 import WIRES
 from tunedcomm.kernels.common.feasibility import Launch, refuse_result
 from tunedcomm.kernels.common.reference import draw_any, rank_hidden_states, register_move
 from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, Workspace, all_gather_single
-from tunedcomm.kernels.common.wire import WIRES
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
 

@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.fp8 import WIRES
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
-from tunedcomm.kernels.common.wire import TOLERANCE, WIRES, sent, sum_sent
+from tunedcomm.kernels.common.wire import TOLERANCE, sent, sum_sent
 from tunedcomm.metrics import all_reduce_factor, shard_factor
 from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tunedcomm.fp8 import E4M3_MAX, GROUP, to_e4m3
+from tunedcomm.fp8 import E4M3_MAX, FP8_WIRE, GROUP, INT8_WIRE, WIRES, to_e4m3
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
     load_bytes,
@@ -39,8 +39,7 @@ from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, stor
 if TYPE_CHECKING:
     import torch
 
-FP8, INT8 = "fp8_group128", "int8_group128"
-WIRES = (FP8, INT8)
+FP8, INT8 = FP8_WIRE, INT8_WIRE
 _LARGEST = {FP8: E4M3_MAX, INT8: 127.0}
 SCALE_BYTES = 4
 # ‖out − ref‖ / ‖ref‖ of random values that were quantised twice.
