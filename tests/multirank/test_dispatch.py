@@ -372,6 +372,7 @@ def test_a_plan_that_cannot_be_bound(rank: int) -> None:
         plan = communicator.plans[Problem("all_reduce", (SMALL,), "float32", 2, mode="eager"), "default", None, False]
         assert plan.decision.candidate.variant == "library"
         assert "do not fit on 1 SM" in plan.decision.why
+        assert "do not fit on 1 SM" in tunedcomm.explain(communicator, plan.problem).why
         for policy, context in (("ordered", None), ("default", "lamport")):
             with pytest.raises(tunedcomm.InfeasibleError, match="do not fit on 1 SM"):
                 with tunedcomm.force("all_reduce", context) if context else contextlib.nullcontext():

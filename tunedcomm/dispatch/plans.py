@@ -199,7 +199,11 @@ def explain(
             f"the problem is one of {problem.world_size} ranks, the communicator has {communicator.world_size}"
         )
     check_policy(policy)
-    decision = _decider(communicator, problem, communicator.policy(policy), max_sms)()
+    policy = communicator.policy(policy)
+    decide_now = _decider(communicator, problem, policy, max_sms)
+    # A plan that is bound says what runs, also where the chosen candidate could not be bound.
+    bound = communicator.plans.get((replace(problem, mode="eager"), policy, max_sms, problem.mode == "graph"))
+    decision = decide_now() if bound is None else bound.decision
     decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
     decision = replace(
         decision, problem=problem, asked_for=communicator.snapshot.environment, memory=_memory_of(communicator)

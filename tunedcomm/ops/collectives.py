@@ -239,7 +239,7 @@ def all_reduce(
     never synchronises the host.
     """
     try:
-        if not (async_op or out_dtype or wire or is_dynamo_compiling()):
+        if not (async_op or out_dtype or wire is not None or is_dynamo_compiling()):
             fast = _all_reduce.last[world._default_pg if group is None else group]
             if (result := fast(x, out, op, numerics, max_sms)) is not None:
                 return result
@@ -356,6 +356,10 @@ class _AllGatherWire(_Wire, _AllGather):
     options = ("int dim", "str wire")
     reduces = True  # `ordered` excludes a wire
     gradient = autograd.keep_nothing, autograd.all_gather_wire
+
+    def may_hold_input(self, inputs: Tensors, options: Any, output: torch.Tensor, rank: int) -> bool:
+        """Never: the rank's own part of the result is quantised, too."""
+        return False
 
 
 _all_gather_wire: CallPath[torch.Tensor] = CallPath(_AllGatherWire())
@@ -529,7 +533,7 @@ def all_gather(
     be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
     try:
-        if not (async_op or wire or is_dynamo_compiling()):
+        if not (async_op or wire is not None or is_dynamo_compiling()):
             fast = _all_gather.last[world._default_pg if group is None else group]
             if (result := fast(x, out, dim, "default", max_sms)) is not None:
                 return result
@@ -761,7 +765,7 @@ def reduce_scatter(
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
     try:
-        if not (async_op or out_dtype or wire or is_dynamo_compiling()):
+        if not (async_op or out_dtype or wire is not None or is_dynamo_compiling()):
             fast = _reduce_scatter.last[world._default_pg if group is None else group]
             if (result := fast(x, out, op, dim, numerics, max_sms)) is not None:
                 return result

@@ -45,6 +45,8 @@ SCALE_BYTES = 4
 # ‖out − ref‖ / ‖ref‖ of random values that were quantised twice.
 TOLERANCE = {FP8: 5e-2, INT8: 1.5e-2}
 _LEAST_SCALE = tl.constexpr(2.0**-126)
+# The largest fp32 of which 127 are finite: the quotient of the largest fp32 and 127 is rounded up.
+_MOST_SCALE = tl.constexpr(8454659 * 2.0**98)
 _IS_FP8 = tl.constexpr(FP8)
 _GROUP = tl.constexpr(GROUP)
 _E4M3_MAX, _INT8_MAX = (tl.constexpr(_LARGEST[wire]) for wire in WIRES)
@@ -67,7 +69,7 @@ def quantised(values: torch.Tensor, wire: str) -> tuple[torch.Tensor, torch.Tens
     groups = torch.nn.functional.pad(values.float(), (0, -len(values) % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(1)
     # Divided by tensors on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs.
-    scales = (largest / torch.full_like(largest, _LARGEST[wire])).clamp(min=_LEAST_SCALE.value)
+    scales = (largest / torch.full_like(largest, _LARGEST[wire])).clamp(_LEAST_SCALE.value, _MOST_SCALE.value)
     scales = torch.where(largest.isfinite(), scales, torch.nan)
     scaled = groups * (torch.ones_like(scales) / scales).unsqueeze(1)
     return to_e4m3(scaled) if wire == FP8 else scaled.round().nan_to_num(0.0).to(torch.int8), scales
@@ -181,6 +183,7 @@ def quantise(values, WIRE: tl.constexpr):
     largest = _largest_of_group(largest)
     of_one = tl.full(largest.shape, _E4M3_MAX if WIRE == _IS_FP8 else _INT8_MAX, tl.float32)
     scale = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), of_one), _LEAST_SCALE)
+    scale = tl.minimum(scale, _MOST_SCALE)
     scale = tl.where(largest >= _INFINITY, float("nan"), scale)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     wire = ()
