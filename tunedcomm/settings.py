@@ -167,7 +167,7 @@ borrow: Setting[tuple[str, ...]] = Setting(
     "separated by `,`",
     meaning="Hardware whose measurements may serve where nothing was measured on this, besides siblings: GPUs that "
     "differ from this one in the model's name alone. It must have the same compute capability, kind of fabric, "
-    "multicast and number of hosts. Its kernels are ranked by them, its times predict nothing, and each kernel is "
+    "multicast and number of hosts. Its times rank kernels and predict nothing, and each kernel is "
     "checked on this machine before its first call. `no` borrows nothing, from siblings neither. All ranks of a group "
     "must agree on it.",
 )

@@ -486,7 +486,7 @@ def db_prune(
         bool, typer.Option("--superseded", help="Trials that neither dispatch nor explain needs.")
     ] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Candidates that failed, to try them again.")] = False,
-    invalid: Annotated[bool, typer.Option("--invalid", help="Trials that `db check` finds to make no sense.")] = False,
+    invalid: Annotated[bool, typer.Option("--invalid", help="Trials that `db check` reports as invalid.")] = False,
     environment: Annotated[
         str | None, typer.Option(help="Trials of this hardware: part of the GPU's name, or of an environment's digest.")
     ] = None,
@@ -852,7 +852,7 @@ def _difference_text(found: Difference, limit: int) -> Iterator[str | Table]:
 
 def _comparison_text(comparison: Comparison, limit: int) -> Iterator[str | Table]:
     drift = f"; software: {', '.join(comparison.drift)}" if comparison.drift else ""
-    changed = f"{len(comparison.changes)} of {plural(comparison.problems, 'problem')} answered otherwise"
+    changed = f"{len(comparison.changes)} of {plural(comparison.problems, 'problem')} differ"
     yield ""
     yield f"{named(comparison.after)}, {comparison.world_size} ranks: {changed}{drift}"
     for kind, title in _KINDS.items():

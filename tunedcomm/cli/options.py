@@ -149,7 +149,7 @@ class CallOptions(ProblemOptions):
         str | None, typer.Option(help="Dtype of the payload; by default the stored one, bfloat16 if there are several.")
     ] = None
     numerics: Annotated[NumericsPolicy, typer.Option(help="Numerics classes that may run.")] = "default"
-    max_sms: Annotated[int | None, typer.Option(min=0, help="Most SMs that the kernel may take.")] = None
+    max_sms: Annotated[int | None, typer.Option(min=0, help="Upper limit on the kernel's SMs.")] = None
     hardware: HardwareOption = None
     borrow: BorrowOption = None
     db: DatabaseOption = None

@@ -38,7 +38,7 @@ _PIN_COLUMNS: dict[str, Callable[[Pin], object]] = {
 
 
 def read_layers(database: str | None) -> Sequence[Layer]:
-    """Every layer, without a user database that was never made; or only the database that was named."""
+    """Every layer that exists, or only the named database."""
     from tunedcomm.db.layers import all_layers, is_absent, named_layers
 
     if database is not None:

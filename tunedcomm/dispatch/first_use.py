@@ -81,10 +81,10 @@ def is_due(communicator: Communicator, problem: Problem, decision: Decision) -> 
 
 
 def check(communicator: Communicator, problem: Problem, candidate: Candidate) -> None:
-    """Check a borrowed candidate and keep the outcome in the snapshot; collective, never in a capture.
+    """Check a borrowed or unproven candidate and keep the outcome in the snapshot; collective, never in a capture.
 
     Raises:
-        PeerTimeoutError: the candidate waited for a peer in vain; the outcome is kept.
+        PeerTimeoutError: the candidate timed out waiting for a peer; the outcome is kept.
         GroupAbortedError: another rank raised in the check; the outcome is kept.
     """
     source_hash = source_hash_of(candidate.op, candidate.variant) or ""

@@ -256,7 +256,7 @@ class LaneOrder:
         if self._events is None:
             made: Any = torch.cuda.Event
             self._events = (made(external=True), made(external=True))
-            for event in self._events:  # one that was never recorded is made, and waited for, by nobody
+            for event in self._events:  # nobody waits for an event that was never recorded
                 event.record()
         of_graphs, of_eager = self._events
 

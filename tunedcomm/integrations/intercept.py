@@ -70,7 +70,7 @@ from tunedcomm.spec import NumericsPolicy, Problem, admits, get_variant
 _c10d: Any = torch._C._distributed_c10d
 _PATIENCE_NS = 50_000  # to hand a call to another thread and back takes about as long
 _lock = threading.RLock()
-# Groups that are intercepted now. Read without a lock: a call that races with a block's end goes either way.
+# Groups that are intercepted now. Read without a lock: a call that overlaps a block's end may be intercepted or not.
 _by_group: dict[dist.ProcessGroup, RoutedGroup] = {}
 atexit.register(_by_group.clear)  # see drop_at_exit
 _device_keys: set[Any] = set()

@@ -218,9 +218,9 @@ def all_reduce(
             NaN or an infinity all become NaN. Gradients are not quantised. None: as they are.
         numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
             `any` all. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not depend on tuning.
-        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. None: no limit.
+        max_sms: upper limit on the kernel's SMs, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate within it runs, or, if there is none, the variant `library`, which ignores it.
+            None: no limit.
         async_op: False, as in `torch.distributed`. Calls are enqueued on the current stream and return tensors;
             `tunedcomm.intercept` serves calls of `torch.distributed` that return a work object.
 

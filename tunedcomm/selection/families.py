@@ -155,8 +155,8 @@ class Tables:
 
     Attributes:
         borrows: some rows are borrowed.
-        verdicts: the last problem that was asked for, its mode, and why each candidate may not run it, or None: a size
-            is asked for in both modes, one after the other.
+        verdicts: the last problem, its mode, and for each candidate the reason why it may not run, or None. A size is
+            looked up in both modes, one after the other, which share the reasons.
     """
 
     def __init__(

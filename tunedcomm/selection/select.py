@@ -23,8 +23,8 @@ of this hardware that merely reach the size, without a prediction.
 - *Checked first*: an op with a `shape_reach` runs kernels by the nearest shape and by rule of thumb, once they agreed
   with the library in a check at the problem's first call and were not slower there.
 - *Library*: nothing above answers.
-- `max_sms` leaves out candidates that take more SMs. The library takes as many as it likes, so challengers need not
-  beat it then, and it serves where nothing fits.
+- `max_sms` leaves out candidates that take more SMs. The library ignores it, so a challenger need not be faster; where
+  none fits, the library serves.
 - A challenger must beat the library by more than its noise (skipped where the policy excludes the library).
 - Near ties, within noise of the fastest, go to the one that is within noise of the best at more of the nearest two
   sizes below and above, then to the one that loses fewer whole per cent there, then by name. So tuning again does not
@@ -383,9 +383,9 @@ def _tables(snapshot: Snapshot, catalog: Catalog, op: str) -> Tables:
 class _Lookup:
     """One resolution in progress: the arguments of `choose`, and what is known so far.
 
-    Rows are looked up for `problem`, which differs from the caller's problem, `requested`, only in the heuristic.
-    `borrowed` selects the rows of other hardware. Without `with_reasons` nothing is said
-    of what was passed over, nor why.
+    `requested` is the caller's problem and `problem` the one whose rows are read; they differ only for an eager call
+    that rows of graphs answer. `borrowed` selects the rows of other hardware. Without `with_reasons` neither candidates
+    that were passed over nor reasons are kept.
     """
 
     tables: Tables

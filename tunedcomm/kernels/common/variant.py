@@ -82,7 +82,7 @@ class VariantBase:
 
     def __init_subclass__(cls, *, registered: bool = False) -> None:
         super().__init_subclass__()
-        # A subclass of somebody else's may well ask for the mode.
+        # Set for tunedcomm's own classes only: a plug-in may depend on the mode.
         cls.same_in_both_modes = cls.__module__.startswith("tunedcomm.kernels.")
         if registered:
             cls.variant = cls().register()
