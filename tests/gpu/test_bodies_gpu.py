@@ -32,6 +32,7 @@ BODIES: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("all_to_all_bodies", "chain public uneven unequal", (2, 4), {}),
     ("attention_bodies", "merges moves ahead", (2, 4), {"timeout": 300.0}),
     ("by_counts_bodies", "calls lists ahead", (2, 4), {"timeout": 300.0}),
+    ("wires_bodies", "calls ahead", (2, 4), {"timeout": 300.0}),
     ("all_to_all_bodies", "nan", (2,), {"TUNEDCOMM_NAN_CHECK": "1"}),
     ("fused_bodies", "public chain", (2, 4), {}),
     ("gemm_bodies", "calls", (2, 3, 4), {"timeout": 300.0}),
