@@ -283,11 +283,12 @@ class _SortedOptions(NamedTuple):
     zeros: bool
 
 
-class _Dispatch(OpAdapter):
+class _DispatchSorted(OpAdapter):
     op = "ep_dispatch"
     inputs = ("x", "topk_ids")
     outputs = ("tokens", "scales", "counts", "offsets", "rows")
     options = ("int num_experts", "int? capacity", "str layout", "str quantize", "int alignment", "bool zeros")
+    named = _SortedOptions
     reduces = False
     gradient = autograd.keep_sent, autograd.ep_dispatch
 
@@ -320,13 +321,13 @@ class _Dispatch(OpAdapter):
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         problem = self.problem(inputs, options, world_size, Problem)  # sizes may be symbols, which are not looked up
-        return token_shapes(problem, self.capacity(problem, options))
+        return token_shapes(problem, self.room(problem, options)[0])
 
     @staticmethod
-    def capacity(problem: Problem, options: Any) -> int:
-        """Rows of an expert, or of all of them."""
-        given = _SortedOptions(*options)
-        return default_capacity(problem, given.alignment) if given.capacity is None else int(given.capacity)
+    def room(problem: Problem, options: Any) -> tuple[int, int]:
+        """Rows of an expert, or of all of them, and the alignment of experts."""
+        _, capacity, *_, alignment, _ = options
+        return default_capacity(problem, alignment) if capacity is None else int(capacity), alignment
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
         capacity = capacity_of(problem, outputs[0])
@@ -349,35 +350,16 @@ class _Dispatch(OpAdapter):
         problem = self.problem(inputs, options, len(rows))
         counts.zero_()
         rows.fill_(-1)
-        offsets.copy_(offsets_of(counts, problem, self.capacity(problem, options), _SortedOptions(*options).alignment))
+        offsets.copy_(offsets_of(counts, problem, *self.room(problem, options)))
         return True
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
         return (_SortedOptions(*options).alignment,)
 
 
-class _DispatchPath(CallPath[Any]):
-    """Calls where gradients are recorded leave zeros, and not just anything, behind an expert's tokens."""
-
-    def run(self, communicator: Any, inputs: Tensors, targets: Tensors, signature: CallSignature) -> Plan | None:
-        options = _SortedOptions(*signature.options)
-        if options.zeros:
-            targets[0].zero_()
-        if communicator.world_size == 1 and inputs[0].numel() and inputs[1].numel():
-            problem = self.adapter.problem(inputs, options, 1)
-            capacity = _Dispatch.capacity(problem, options)
-            results, code = dispatched([inputs], 0, problem, capacity, options.alignment)
-            for target, result in zip(targets, results, strict=True):
-                target.copy_(result)
-            Overflow.of(communicator.group, communicator.device).note(code, capacity, communicator)
-            return None
-        plan = super().run(communicator, inputs, targets, signature)
-        return None if options.zeros else plan
-
-
-class _Combine(OpAdapter):
+class _CombineSorted(OpAdapter):
     op = "ep_combine"
-    inputs = ("expert_out", "topk_weights", "topk_ids", "rows")
+    inputs: tuple[str, ...] = ("expert_out", "topk_weights", "topk_ids", "rows")
     layout = ""
     options = ("int num_experts",)
     gradient = autograd.keep_results, autograd.ep_combine
@@ -399,7 +381,7 @@ class _Combine(OpAdapter):
         check(self.problem(inputs, options, world_size, Problem))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
-        results, _, ids, _ = inputs
+        results, ids = inputs[0], inputs[2]
         shape = (ids.shape[0], results.shape[-1], ids.shape[1], options[0])
         made: Problem = make(
             self.op, shape, FLOATS[results.dtype], world_size, reduction="", layout=self.layout, mode="eager"
@@ -437,7 +419,7 @@ class _Combine(OpAdapter):
         return (weighted_sum(parts, weights, rows[0] >= 0),)
 
 
-class _CombineByRank(_Combine):
+class _CombineByRank(_CombineSorted):
     inputs = ("expert_out", "weights", "topk_ids", "rows")
     layout = BY_RANK
     gradient = autograd.keep_results, autograd.ep_combine_rank
@@ -475,6 +457,7 @@ class _DispatchByToken(OpAdapter):
     optional = ("topk_weights",)
     outputs = ("tokens", "expert_ids", "weights")
     options = ("int num_experts", "bool zeros", "bool in_buffers")
+    named = _ByTokenOptions
     reduces = False
     gradient = autograd.keep_ids, autograd.ep_dispatch_tokens
 
@@ -503,6 +486,11 @@ class _DispatchByToken(OpAdapter):
         problem = self.problem(inputs, options, world_size, Problem)
         return shapes_by_token(problem, weighted=inputs[2] is not None)
 
+    @staticmethod
+    def room(problem: Problem, options: Any) -> tuple[int, int]:
+        """No capacity, and an alignment that nothing depends on."""
+        return 0, ALIGNMENT
+
     def asks_for(self, problem: Problem) -> bool:
         return problem.layout == BY_TOKEN
 
@@ -522,29 +510,29 @@ class _DispatchByToken(OpAdapter):
         return x, ids, None if weights is None else weights.to(torch.float32)
 
 
-class _ByTokenPath(CallPath[Any]):
-    """Calls where gradients are recorded leave zeros in rows that hold no token."""
+class _DispatchPath(CallPath[Any]):
+    """Calls where gradients are recorded leave zeros where no token is, and one rank alone needs no kernel."""
 
     def run(self, communicator: Any, inputs: Tensors, targets: Tensors, signature: CallSignature) -> Plan | None:
-        zeros = _ByTokenOptions(*signature.options).zeros
-        if zeros:
+        adapter: Any = self.adapter
+        options = adapter.named(*signature.options)
+        if options.zeros:
             targets[0].zero_()
-        if communicator.world_size == 1 and inputs[1].numel():
-            problem = self.adapter.problem(inputs, signature.options, 1)
-            operands = self.adapter.operands(inputs, signature.options)
-            results, code = dispatched([operands], 0, problem, 0, ALIGNMENT)
+        if communicator.world_size == 1 and not adapter.needs_no_peers(inputs, targets, options):
+            problem = adapter.problem(inputs, options, 1)
+            capacity, alignment = adapter.room(problem, options)
+            results, code = dispatched([adapter.operands(inputs, options)], 0, problem, capacity, alignment)
             for target, result in zip(targets, results, strict=True):
                 target.copy_(result)
-            Overflow.of(communicator.group, communicator.device).note(code, 0, communicator)
+            Overflow.of(communicator.group, communicator.device).note(code, capacity, communicator)
             return None
         plan = super().run(communicator, inputs, targets, signature)
-        return None if zeros else plan
+        return None if options.zeros else plan
 
 
-class _CombineByToken(OpAdapter):
-    op = "ep_combine"
+class _CombineByToken(_CombineSorted):
     inputs = ("rows_out", "expert_ids", "topk_ids")
-    options = ("int num_experts",)
+    layout = BY_TOKEN
     depends_on_memory = True
     gradient = autograd.keep_topk_ids, autograd.ep_combine_tokens
 
@@ -568,32 +556,8 @@ class _CombineByToken(OpAdapter):
             )
         check(self.problem(inputs, options, world_size, Problem))
 
-    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
-        rows, _, ids = inputs
-        shape = (ids.shape[0], rows.shape[1], ids.shape[1], options[0])
-        made: Problem = make(
-            self.op, shape, FLOATS[rows.dtype], world_size, reduction="", layout=BY_TOKEN, mode="eager"
-        )  # fmt: skip
-        return made
-
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
-        return [((inputs[2].shape[0], inputs[0].shape[1]), inputs[0].dtype)]
-
-    def asks_for(self, problem: Problem) -> bool:
-        return problem.layout == BY_TOKEN
-
-    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
-        return (*inputs, *outputs), (problem.shape[3],)
-
-    def key(self, tensors: Tensors) -> Any:
-        return tuple(tensors[0].shape), tuple(tensors[2].shape)
-
-    def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
-        """No rank has a token, or tokens have no elements."""
-        if inputs[2].numel() and inputs[0].shape[1]:
-            return False
-        results[0].zero_()
-        return True
+    def operands(self, inputs: Tensors, options: Any) -> Tensors:
+        return inputs
 
     def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
         rows, _, ids = inputs
@@ -666,10 +630,10 @@ def _check_ids(op: str, ids: torch.Tensor) -> None:
         raise UnsupportedInputError(f"topk_ids of {op} are {ids.dtype}; pass int32 or int64")
 
 
-_dispatch = _DispatchPath(_Dispatch())
-_combine = _GuardedPath(_Combine())
+_dispatch = _DispatchPath(_DispatchSorted())
+_combine = _GuardedPath(_CombineSorted())
 _combine_rank = _GuardedPath(_CombineByRank())
-_dispatch_tokens = _ByTokenPath(_DispatchByToken())
+_dispatch_tokens = _DispatchPath(_DispatchByToken())
 _combine_tokens: CallPath[torch.Tensor] = CallPath(_CombineByToken())
 
 
@@ -816,7 +780,7 @@ def ep_dispatch(
             _check_weights("ep_dispatch", topk_weights, topk_ids)
         options = (num_experts, capacity, layout, quantize or "", alignment, torch.is_grad_enabled())
         tokens, scales, counts, offsets, rows = path.call(
-            (*inputs, *(None,) * len(_Dispatch.outputs)), options, group, "default", max_sms
+            (*inputs, *(None,) * len(_DispatchSorted.outputs)), options, group, "default", max_sms
         )
         weights = None if topk_weights is None else _of_all_ranks(topk_weights, group, max_sms)
         return DispatchResult(
