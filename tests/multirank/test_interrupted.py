@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -102,19 +102,27 @@ def ones(numel: int, group: Any, **options: Any) -> Callable[[], torch.Tensor]:
     return lambda: tunedcomm.all_reduce(x, group=group, **options)
 
 
-def check_ended(group: Any, interrupted: int, call: Callable[[], Any], other: Any = None) -> None:
-    """Every rank refuses at once, with the reason; then the group comes back, and no other group has noticed."""
+def check_ended(
+    group: Any, interrupted: int, call: Callable[[], Any], other: Any = None, *, wires: bool = False
+) -> None:
+    """Every rank refuses at once, with the reason; then the group comes back, and no other group has noticed.
+
+    With `wires` the forced variant serves nothing else, and another one makes the sums.
+    """
     begin = time.monotonic()
     with pytest.raises(tunedcomm.GroupAbortedError, match=f"rank {interrupted} left .*Interrupt"):
         call()
     assert time.monotonic() - begin < AT_ONCE_S
-    for again in (call, ones(6000, group), ones(5000, group, op="avg")):
-        with pytest.raises(tunedcomm.GroupAbortedError, match="release_communicator"):
-            again()
-    dist.barrier()
-    assert torch.equal(ones(6000, other)(), torch.full((6000,), 3.0)), "another group"
-    tunedcomm.release_communicator(group)
-    assert torch.equal(ones(6000, group)(), torch.full((6000,), 3.0))
+    with pytest.raises(tunedcomm.GroupAbortedError, match="release_communicator"):
+        call()
+    with tunedcomm.force("all_reduce", "host_one_shot") if wires else nullcontext():
+        for again in (ones(6000, group), ones(5000, group, op="avg")):
+            with pytest.raises(tunedcomm.GroupAbortedError, match="release_communicator"):
+                again()
+        dist.barrier()
+        assert torch.equal(ones(6000, other)(), torch.full((6000,), 3.0)), "another group"
+        tunedcomm.release_communicator(group)
+        assert torch.equal(ones(6000, group)(), torch.full((6000,), 3.0))
 
 
 def outcome_of(call: Callable[[], Any], expected: Any, place: int, variant: str, again: int) -> str:
@@ -279,7 +287,7 @@ def test_an_exception_anywhere_in_any_op(rank: int) -> None:
                     assert outcomes == ["right"] * WORLD_SIZE
                     continue
                 interrupted += 1
-                check_ended(dist.group.WORLD, victim, call, other)
+                check_ended(dist.group.WORLD, victim, call, other, wires=operator == "all_reduce_wire")
                 assert same(as_tuple(call()), as_tuple(expected)), (operator, variant)
     assert interrupted > len(everything) * num_places // 2
 

@@ -164,9 +164,10 @@ def every_op(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> tuple
     y = tunedcomm.all_reduce_bias(tunedcomm.all_to_all(y), bias, max_sms=8)
     normed, summed = tunedcomm.all_reduce_rms_norm(y, weight, residual=x, numerics="any")
     total = normed + summed
-    tunedcomm.all_reduce_(total, op="avg", wire="int8_group128")
+    tunedcomm.all_reduce_(total, op="avg")
     part = torch.zeros_like(total)
     tunedcomm.all_reduce(total, out=part)
+    tunedcomm.all_reduce_(part, op="avg", wire="int8_group128")
     tunedcomm.all_reduce_bias(part, bias, out=part)
     tunedcomm.all_to_all(part, out=normed)
     tunedcomm.all_reduce_rms_norm(part, weight, residual=summed, residual_out=summed)
