@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm.fp8 import WIRES
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
-from tunedcomm.kernels.common.wire import TOLERANCE, sent, sum_sent
+from tunedcomm.kernels.common.wire import TOLERANCE, sent
 from tunedcomm.metrics import all_reduce_factor, shard_factor
 from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 
@@ -177,8 +177,11 @@ def register_reduction(
         return (ordered_sum(parts(problem, inputs, rank), problem.reduction, wide=problem.layout == WIDE),)
 
     def quantized(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[tuple[torch.Tensor]]:
+        import torch
+
         dtype = inputs[0][0].dtype
-        total = sum_sent(parts(problem, inputs, rank), problem.scaling, problem.reduction)
+        arrived = [sent(part, problem.scaling) for part in parts(problem, inputs, rank)]
+        total = reduced(arrived, problem.reduction, torch.float32)
         totals = [total] if scatters else [total, sent(total, problem.scaling)]
         return [(total.to(dtype),) for total in totals]
 

@@ -17,7 +17,6 @@ In kernels a packet of 16 bytes holds 16 elements, so 8 packets, which 8 neighbo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import triton
@@ -83,14 +82,6 @@ def dequantised(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def sent(values: torch.Tensor, wire: str) -> torch.Tensor:
     """A flat tensor as it arrives: fp32, of the same length, without −0.0."""
     return dequantised(*quantised(values, wire))[: len(values)] + 0.0
-
-
-def sum_sent(parts: Sequence[torch.Tensor], wire: str, reduction: str) -> torch.Tensor:
-    """The fp32 sum or mean of all ranks' flat tensors as they arrive."""
-    from tunedcomm.kernels.common.reference import reduced
-
-    arrived = [sent(part, wire) for part in parts]
-    return reduced(arrived, reduction, arrived[0].dtype)
 
 
 @triton.jit
