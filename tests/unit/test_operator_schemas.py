@@ -31,7 +31,7 @@ def test_every_op_is_an_operator() -> None:
     assert all(operator.gradient for operator in operators.values())
     assert OPS.ag_gemm_list.overloads() == ["default"]
     for op in SERVED:
-        assert hasattr(tunedcomm, re.sub("_(gathered|quantized|tokens|rank|fp32)$", "", op))
+        assert hasattr(tunedcomm, re.sub("_(gathered|quantized|tokens|rank|fp32|wire)$", "", op))
         assert sorted(getattr(OPS, op).overloads()) == ["default", "out"]
 
 
