@@ -14,9 +14,8 @@ from variant_checks import inputs_of_all, launch_variant, limits_of
 import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch.groups import get_communicator
-from tunedcomm.fp8 import WIRES
+from tunedcomm.fp8 import WIRES, sent
 from tunedcomm.integrations.engines.group import EngineGroup
-from tunedcomm.kernels.common.wire import sent
 from tunedcomm.spec import Problem, get_op, get_variant, variants
 
 kernels.discover()

@@ -203,6 +203,7 @@ class RoutedGroup:
         why: str = "",
         facts: Hashable = None,
         veto: Callable[[Plan], str] | None = None,
+        count: bool = True,
     ) -> Routing | None:
         """Count a call of the operator `call`, which is tunedcomm's op of `x`; None if the library serves it.
 
@@ -215,6 +216,7 @@ class RoutedGroup:
             others: the op's other inputs; `options` and `facts` tell calls with different ones apart.
             why: the reason why no kernel serves the call, where that is known.
             veto: gives a reason against a plan by a kernel, or "".
+            count: False asks for the routing alone.
         """
         if x.is_nested:  # it has no shape
             return None
@@ -231,23 +233,25 @@ class RoutedGroup:
                 if len(self._routings) >= MAX_PROBLEMS:
                     del self._routings[next(iter(self._routings))]
                 self._routings[key] = routing
-        routing.record.count += 1
+        routing.record.count += count
         if routing.miss is not None:
-            routing.miss.count += 1
+            routing.miss.count += count
         return routing if routing.served else None
 
-    def on_wire(self, call: str, x: torch.Tensor, asked: str | None = None) -> tuple[str, Routing] | None:
+    def on_wire(
+        self, call: str, x: torch.Tensor, asked: str | None = None, *, count: bool = True
+    ) -> tuple[Any, Routing] | None:
         """The wire of an all_reduce (sum) and its routing; None where it has none, or no kernel is tuned for it.
 
         Args:
-            call, x: as in `serves`.
+            call, x, count: as in `serves`.
             asked: a wire for all sizes, instead of TUNEDCOMM_WIRE.
         """
         communicator = self.communicator
         wire, least = (asked, 0) if asked else communicator.settings.wire or (None, 0)
         if wire is None or x.dtype not in SUMMED or x.nbytes < least or communicator.policy(self.numerics) == "ordered":
             return None
-        routing = self.serves(call, paths["all_reduce_wire"].adapter, x, ("sum", wire))
+        routing = self.serves(call, paths["all_reduce_wire"].adapter, x, ("sum", wire), count=count)
         return None if routing is None else (wire, routing)
 
     def begin(self, call: Job, may_wait: bool, results: Any = None, beside: bool = True) -> tuple[Any, Any]:

@@ -117,12 +117,11 @@ class ServingAllReduce:
         check_tensor("ServingAllReduce", x)
         x = x.detach()
         plain, wire = self._routed.plain(x), None
-        if on := self._routed.on_wire(_CALL, x, self.wire):
+        if on := self._routed.on_wire(_CALL, x, self.wire, count=False):  # `should_use` counts
             wire = on[0]
-            on[1].record.count -= 1  # `should_use` counts
         if plain is x or out is None or out.data_ptr() != x.data_ptr():
-            return all_reduce(plain, group=self.group, out=out, wire=wire, numerics=self.numerics)  # type: ignore[arg-type]
-        return out.copy_(all_reduce(plain, group=self.group, out=plain, wire=wire, numerics=self.numerics))  # type: ignore[arg-type]
+            return all_reduce(plain, group=self.group, out=out, wire=wire, numerics=self.numerics)
+        return out.copy_(all_reduce(plain, group=self.group, out=plain, wire=wire, numerics=self.numerics))
 
     def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
         """`all_reduce` into a new tensor, or None where `should_use(x)` is False."""

@@ -1,28 +1,17 @@
-"""Quantised wires: how payloads are quantised to travel, once for kernels and once in PyTorch, with the same bits.
+"""Quantised wires in kernels: the arithmetic of `tunedcomm.fp8`, with the same bits.
 
-128 consecutive elements of a message are a group; a last group that is not full is padded with zeros. A group of fp32
-values v travels as 128 bytes q and one fp32 scale, with M = 448 for fp8 (e4m3) and M = 127 for int8:
-
-    amax = max |v|,   scale = max(amax / M, 2^-126),   q = v · (1 / scale),   v' = q · scale
-
-Each operation is rounded once, q to nearest even. A group with a NaN or an infinity has the scale NaN, so all of it
-arrives as NaN. Zeros stay zeros: sums start from +0.0, as does each v' that is not summed, so −0.0 arrives as +0.0.
-
-A sum adds the v' of all ranks in rank order in fp32, the own one too, so every rank gets the same bits. It is divided
-by n for avg. One-shot variants round it once to the payload's dtype. Two-shot variants quantise it once more, and the
-owner of a slice keeps the v' that it sends.
-
-In kernels a packet of 16 bytes holds 16 elements, so 8 packets, which 8 neighbouring threads hold, are a group.
+In kernels a packet of 16 bytes holds 16 elements, so 8 packets, which 8 neighbouring threads hold, are a group. A sum
+adds what arrives from all ranks in rank order in fp32, the own part too, so every rank gets the same bits. A mean is
+divided by n. One-shot variants round it once to the payload's dtype. Two-shot variants quantise it once more, and the
+owner of a slice keeps what it sends.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
-from tunedcomm.fp8 import E4M3_MAX, FP8_WIRE, GROUP, INT8_WIRE, WIRES, to_e4m3
+from tunedcomm.fp8 import E4M3_MAX, FP8_WIRE, GROUP, INT8_MAX, LEAST_SCALE, MOST_SCALE
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
     load_bytes,
@@ -35,20 +24,10 @@ from tunedcomm.kernels.common.packets import (
 )
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
 
-if TYPE_CHECKING:
-    import torch
-
-FP8, INT8 = FP8_WIRE, INT8_WIRE
-_LARGEST = {FP8: E4M3_MAX, INT8: 127.0}
-SCALE_BYTES = 4
-# ‖out − ref‖ / ‖ref‖ of random values that were quantised twice.
-TOLERANCE = {FP8: 5e-2, INT8: 1.5e-2}
-_LEAST_SCALE = tl.constexpr(2.0**-126)
-# The largest fp32 of which 127 are finite: the quotient of the largest fp32 and 127 is rounded up.
-_MOST_SCALE = tl.constexpr(8454659 * 2.0**98)
-_IS_FP8 = tl.constexpr(FP8)
+_LEAST_SCALE, _MOST_SCALE = tl.constexpr(LEAST_SCALE), tl.constexpr(MOST_SCALE)
+_IS_FP8 = tl.constexpr(FP8_WIRE)
 _GROUP = tl.constexpr(GROUP)
-_E4M3_MAX, _INT8_MAX = (tl.constexpr(_LARGEST[wire]) for wire in WIRES)
+_E4M3_MAX, _INT8_MAX = tl.constexpr(E4M3_MAX), tl.constexpr(INT8_MAX)
 GROUP_PACKETS = tl.constexpr(GROUP // PACKET_BYTES)
 _INFINITY = tl.constexpr(0x7F800000)
 # Adding 1.5 · 2^23 rounds to a whole number, whose low byte then stands in the low byte of the sum.
@@ -59,29 +38,6 @@ _E4M3_BIAS = tl.constexpr(2.0**120)  # an e4m3 shifted into the place of an fp32
 def wire_packets(numel: int) -> int:
     """Packets that hold so many quantised elements, whole groups."""
     return -(-numel // GROUP) * (GROUP // PACKET_BYTES)
-
-
-def quantised(values: torch.Tensor, wire: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q [groups, 128] in e4m3 or int8, scales [groups] in fp32) of a flat tensor."""
-    import torch
-
-    groups = torch.nn.functional.pad(values.float(), (0, -len(values) % GROUP)).view(-1, GROUP)
-    largest = groups.abs().amax(1)
-    # Divided by tensors on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs.
-    scales = (largest / torch.full_like(largest, _LARGEST[wire])).clamp(_LEAST_SCALE.value, _MOST_SCALE.value)
-    scales = torch.where(largest.isfinite(), scales, torch.nan)
-    scaled = groups * (torch.ones_like(scales) / scales).unsqueeze(1)
-    return to_e4m3(scaled) if wire == FP8 else scaled.round().nan_to_num(0.0).to(torch.int8), scales
-
-
-def dequantised(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The groups as they arrive, flat fp32; a last group that was padded still is."""
-    return (q.float() * scales.unsqueeze(1)).view(-1)
-
-
-def sent(values: torch.Tensor, wire: str) -> torch.Tensor:
-    """A flat tensor as it arrives: fp32, of the same length, without −0.0."""
-    return dequantised(*quantised(values, wire))[: len(values)] + 0.0
 
 
 @triton.jit

@@ -8,18 +8,20 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from tunedcomm.fp8 import GROUP
+from tunedcomm.fp8 import FP8_WIRE, GROUP, dequantised, quantised
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import HostStage, HostVariant
 from tunedcomm.kernels.common.reference import SUM_DTYPES, reduced
 from tunedcomm.kernels.common.variant import Workspace
-from tunedcomm.kernels.common.wire import FP8, SCALE_BYTES, dequantised, quantised
 from tunedcomm.space import Config
 from tunedcomm.spec import ITEMSIZE, Problem
 from tunedcomm.state import clean_thread
 
 if TYPE_CHECKING:
     import torch
+
+
+_SCALE_BYTES = 4
 
 
 class _Host(HostVariant):
@@ -40,7 +42,7 @@ class _Host(HostVariant):
         stage = HostStage(workspace, problem, config, segments=segments)
         if stage.chunk < nbytes:  # whole groups
             stage.chunk = max(stage.chunk // (GROUP * width), 1) * GROUP * width
-        dtype, of_wire = getattr(torch, problem.dtype), torch.float8_e4m3fn if wire == FP8 else torch.int8
+        dtype, of_wire = getattr(torch, problem.dtype), torch.float8_e4m3fn if wire == FP8_WIRE else torch.int8
         own_slots, of_ranks, me = stage.own_slots, stage.addresses, stage.ring.rank if segments > 1 else 0
 
         def at(address: int, size: int, kind: torch.dtype) -> torch.Tensor:
@@ -49,9 +51,9 @@ class _Host(HostVariant):
         def packed(address: int, index: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
             """(q, scales) of segment `index` of a slot that holds pieces of `size` bytes."""
             groups = -(-size // (GROUP * width))
-            address += index * groups * (GROUP + SCALE_BYTES)
+            address += index * groups * (GROUP + _SCALE_BYTES)
             q = at(address, groups * GROUP, of_wire).view(-1, GROUP)
-            return q, at(address + groups * GROUP, groups * SCALE_BYTES, torch.float32)
+            return q, at(address + groups * GROUP, groups * _SCALE_BYTES, torch.float32)
 
         @clean_thread()
         def put(slot: int, at_x: int, first: int, size: int) -> None:
