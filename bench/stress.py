@@ -58,6 +58,7 @@ from tunedcomm.bench.csv import append_rows
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
+from tunedcomm.fp8 import WIRES
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.kernels.common.sync import SENTINEL
@@ -291,8 +292,10 @@ def sample(problem: Problem, kind: str, seed: int, device: torch.device) -> Samp
 
 
 def key_of(variant: Variant, problem: Problem) -> tuple[Problem, str]:
-    """The problem and the kind of inputs for which samples are made."""
-    return replace(problem, mode="graph"), "random" if variant.numerics in ("ordered", "quantized") else "integers"
+    """The problem and the kind of inputs for which samples are made: random ones where the bits of results are known."""
+    is_quantized = problem.scaling in WIRES  # there the library serves unquantised
+    exact = variant.numerics == "quantized" or (variant.numerics == "ordered" and not is_quantized)
+    return replace(problem, mode="graph"), "random" if exact else "integers"
 
 
 def candidates_of(

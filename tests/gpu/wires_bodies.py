@@ -34,7 +34,7 @@ def case(op: str, name: str, wire: str, numel: int, dtype: str, turn: int) -> tu
         x[turn::997] = 0.0
         everyone.append((x.to(getattr(torch, dtype)),))
     reduction = "" if op == "all_gather" else "sum"
-    problem = Problem(op, tuple(everyone[0][0].shape), dtype, n, reduction, scaling=wire, mode="eager")
+    problem = Problem(op, (numel,), dtype, n, reduction, scaling=wire, mode="eager")
     refer = get_op(op).quantized_references
     assert refer is not None
     return everyone[rank][0].cuda(), refer(problem, everyone, rank)[NAMES[op].index(name)][0].cuda()

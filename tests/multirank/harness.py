@@ -17,6 +17,7 @@ whatever happens, none is left behind when `run_ranks` returns.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import importlib
 import os
@@ -75,6 +76,8 @@ def run_ranks(
         processes = [spawn(Path(folder), rank, world_size, env or {}) for rank in range(world_size)]
         try:
             timed_out = _wait([p for rank, p in enumerate(processes) if rank not in killed], timeout)
+            if timed_out:
+                _ask_where(processes)
         finally:
             _kill(processes)
         for rank in killed:
@@ -125,6 +128,14 @@ def _wait(processes: Sequence[Any], timeout: float) -> bool:
     return False
 
 
+def _ask_where(processes: Sequence[Any]) -> None:
+    """Have the processes write the stacks of their threads."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+
+
 def _kill(processes: Sequence[Any]) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -144,7 +155,7 @@ def _collect(folder: Path, processes: Sequence[Any], name: str, *, timed_out: bo
             failures.append(f"rank {rank} raised:\n{value}")
             continue
         why = f"was killed after {timeout:g} s" if timed_out else f"ended with code {process.returncode}"
-        log = (folder / f"stderr{rank}").read_text(errors="replace")[-2000:]
+        log = (folder / f"stderr{rank}").read_text(errors="replace")[-6000:]
         failures.append(f"rank {rank} {why} without a result; its last output:\n{log}")
     if failures:
         raise RankError(f"{name} failed on {len(failures)} of {len(processes)} ranks\n" + "\n".join(failures))
@@ -160,6 +171,7 @@ def _linger(folder: Path, world_size: int) -> None:
 
 def main(folder: Path) -> int:
     """Body of one rank's process."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     name, args, timeout = pickle.loads((folder / "payload").read_bytes())
     outcome: tuple[bool, Any]

@@ -357,14 +357,15 @@ class GatherLibrary(LibraryVariant, registered=True):
             gather(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
 
         def run_packed(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            (x, counts), (out, all_counts) = inputs, outputs
-            shares = out.view(-1, row).split(counts.tolist())
+            x, (out, all_counts), counts = inputs[0], outputs, inputs[1].tolist()
+            shares = out.view(-1, row).split(counts)
             shares[rank].copy_(x.view(-1, row))
             with together(group, workspace.device):
                 for root, share in enumerate(shares):
                     if share.numel():
                         dist.broadcast(share.view(-1).view(torch.uint8), group=group, group_src=root)
-            all_counts.copy_(counts)
+            for each, count in zip(all_counts, counts, strict=True):
+                each.fill_(count)  # captures take no copies from the host
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             x, (out, all_counts) = inputs[0].view(-1, row), outputs
