@@ -292,7 +292,7 @@ def sample(problem: Problem, kind: str, seed: int, device: torch.device) -> Samp
 
 
 def key_of(variant: Variant, problem: Problem) -> tuple[Problem, str]:
-    """The problem and the kind of inputs for which samples are made: random ones where the bits of results are known."""
+    """The problem and the kind of inputs for which samples are made: random where bits of results are known."""
     is_quantized = problem.scaling in WIRES  # there the library serves unquantised
     exact = variant.numerics == "quantized" or (variant.numerics == "ordered" and not is_quantized)
     return replace(problem, mode="graph"), "random" if exact else "integers"
