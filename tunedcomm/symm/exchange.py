@@ -49,13 +49,13 @@ class _Epoch:
     def __init__(self, group: dist.ProcessGroup, before: _Epoch | None) -> None:
         self.index: int = before.index + 1 if before else 0
         # What may be left in the store of the epoch before.
-        self._stale = [f"{before.index}/left", before._key(), f"{before._key()}/read"] if before else []
+        self._stale = before._leftovers() if before else []
         self.is_open, self.left = True, ""
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._timeout_s = timeout_s_of(group)
         self._names: Sequence[int] = range(self.world_size)
         self.processes = _known_processes(group)
-        self._count, self._part, self._is_waiting = 0, "", False
+        self._count, self._part = 0, ""
         self._store = PrefixStore("tunedcomm/exchange", _get_process_group_store(group))
 
     def begin(self) -> None:
@@ -84,7 +84,7 @@ class _Epoch:
             return [value]
         if self.left:
             raise GroupAbortedError(self.left)
-        self._count, self._is_waiting = self._count + 1, True
+        self._count += 1
         key, others = self._key(), self.world_size - 1
         payload = pickle.dumps(value)
         if self.rank == 0:
@@ -93,7 +93,6 @@ class _Epoch:
         else:
             self._put(f"{key}/{self.rank}", payload)
             everyone = pickle.loads(self._take(key, 0, readers=others))  # noqa: S301 - the ranks trust each other
-        self._is_waiting = False
         return [pickle.loads(each) for each in everyone]  # noqa: S301
 
     def leave(self, error: BaseException) -> None:
@@ -106,8 +105,12 @@ class _Epoch:
                 self.left = f"rank {self._names[self.rank]} left the set-up midway by {said[:_MAX_SAID]}. {AFTERWARDS}"
                 if not self._store.check([f"{self.index}/left"]):  # the first reason is the cause
                     self._store.set(f"{self.index}/left", self.left)
-            if self.rank and self._is_waiting:
-                self._delete(f"{self._key()}/{self.rank}")
+
+    def _leftovers(self) -> list[str]:
+        """Keys of an exchange that ended midway. Not deleted before all ranks are past it: `_take` gets what it saw."""
+        keys = [self._key(), f"{self.index}/{self._part}{self._count + 1}"]  # peers may be one exchange ahead
+        of_ranks = [f"{key}/{rank}" for key in keys for rank in range(1, self.world_size)]
+        return [f"{self.index}/left", keys[0], f"{keys[0]}/read", *of_ranks]
 
     def _key(self) -> str:
         return f"{self.index}/{self._part}{self._count}"
