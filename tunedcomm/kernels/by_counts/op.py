@@ -110,11 +110,11 @@ def write_counts(counts_out, counts, WORLD_SIZE: tl.constexpr):
 def sample_counts(problem: Problem) -> list[int]:
     """Rows of the ranks of samples.
 
-    Uneven, but alike in reduce_scatter_v's layout `packed`, whose results have the shape of the counts.
+    Uneven, but as many as may be in reduce_scatter_v's layout `packed`, whose results have the shape of the counts.
     """
     most = problem.shape[0]
     if problem.op == SCATTER and problem.layout == PACKED:
-        return [most - most // 4] * problem.world_size
+        return [most] * problem.world_size
     return [(most, most // 2, most - most // 4, 0)[rank % 4] for rank in range(problem.world_size)]
 
 
