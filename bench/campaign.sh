@@ -4,7 +4,7 @@
 #   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
 #
 # Stages: tune_OP bench_OP stress_OP with OP any op; bodies_OP models_OP half_OP with OP one of ag_gemm, gemm_rs,
-# gemm_ar; hot_path large norms forms experts autotune regret bodies bench_all llama; stress (of all collectives),
+# gemm_ar; hot_path large norms forms experts autotune regret bodies bench_all llama fsdp; stress (of all collectives),
 # replays (of graphs of them); under MPS with N=1 PER_GPU=2 concurrent (grids of at most 16 blocks), savings. N is the
 # number of GPUs (4).
 # With PER_GPU=2 two ranks share each, which shows whether N*2 ranks are right where fewer GPUs are at hand, and no times
@@ -167,6 +167,7 @@ for stage in "$@"; do
     stress) stress stress 300 ;;
     replays) stress replays 200 --graph ;;
     llama) ranks 300 llama bench/llama_tp.py --csv "$DIR/llama.csv" ;;
+    fsdp) ranks 200 fsdp bench/fsdp_step.py --csv "$DIR/fsdp.csv" ;;
     autotune) ranks 200 autotune bench/autotune.py --budget 3 --csv "$DIR/autotune.csv" ;;
     hot_path | large | norms | forms | experts | regret | concurrent | savings) $stage ;;
     *) say "no such stage: $stage"; exit 2 ;;
