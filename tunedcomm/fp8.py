@@ -12,12 +12,13 @@ does each v' that is not summed, so −0.0 arrives as +0.0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
 E4M3_MAX, INT8_MAX = 448.0, 127.0  # the largest finite values
+Wire: TypeAlias = Literal["fp8_group128", "int8_group128"]
 FP8_WIRE, INT8_WIRE = WIRES = ("fp8_group128", "int8_group128")
 GROUP = 128  # elements that share a scale: of wires, and of a row where quantize is group128
 LEAST_SCALE, MOST_SCALE = 2.0**-126, 8454659 * 2.0**98  # of wires: the largest fp32 / 127, rounded down

@@ -30,6 +30,7 @@ M, K, N = 8, 64, 64
 GEMM = Problem("gemm_ar", (M, N, K), "bfloat16", WORLD_SIZE, "sum", layout="kn", mode="eager")
 BIASED = Problem("gemm_ar", (M, N, K), "bfloat16", WORLD_SIZE, "sum", layout="kn+bias", mode="eager")
 NORM = Problem("all_reduce_rms_norm", (M, N), "bfloat16", WORLD_SIZE, "sum", layout="", mode="eager")
+ON_WIRE = Problem("all_reduce", (M * N,), "bfloat16", WORLD_SIZE, "sum", scaling="int8_group128", mode="eager")
 BIAS = Problem("all_reduce", (N,), "bfloat16", WORLD_SIZE, "sum", mode="eager")
 Tensor = torch.Tensor
 
@@ -82,7 +83,8 @@ def outcome(function: Callable[..., Any], rank: int, rows: int = M, **options: A
     fusion = tunedcomm.fusion_pass(**{"even_shards": True, **options})
     x, w = operands(rank, rows)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(function, fusion)(x, w), function(x, w), rtol=3e-2, atol=3e-1)
+        atol = 1.0 if "wire" in options else 3e-1
+        torch.testing.assert_close(compiled(function, fusion)(x, w), function(x, w), rtol=3e-2, atol=atol)
     return fused_ops(fusion), str(fusion)
 
 
@@ -124,6 +126,26 @@ def test_biases_cost(rank: int) -> None:
         with table(gemm, row(BIAS, "one_shot", bias_us, 90.0)):
             fused, said = outcome(linear, rank)
         assert bool(fused) == fuses, said
+
+
+def test_wires(rank: int) -> None:
+    """Where asked for and tuned, the sum travels quantised; what fuses better is fused."""
+    wired = row(ON_WIRE, "one_shot_quantized", 10.0, 30.0)
+    with table(wired):
+        ops, said = outcome(product, rank, wire="int8_group128")
+        assert ops == ["all_reduce"], said
+        assert "int8_group128" in said
+        assert outcome(product, rank)[0] == []
+        assert outcome(product, rank, wire="int8_group128", numerics="ordered")[0] == []
+        x, w = operands(rank)
+        with torch.no_grad():
+            got = compiled(product, tunedcomm.fusion_pass(wire="int8_group128"))(x, w)
+            assert torch.equal(got, tunedcomm.all_reduce(x @ w, wire="int8_group128") * 2)
+            assert not torch.equal(got, product(x, w))
+    with table():
+        assert outcome(product, rank, wire="int8_group128")[0] == []
+    with table(wired, row(GEMM, "one_shot", 10.0, 90.0)):
+        assert outcome(product, rank, wire="int8_group128")[0] == ["gemm_ar"]
 
 
 def test_forced_variant_is_fused(rank: int) -> None:
@@ -215,6 +237,7 @@ def test_bad_arguments(rank: int) -> None:
         ({"mode": "reduce-overhead"}, "mode='reduce-overhead'"),
         ({"numerics": "exact"}, "numerics='exact'"),
         ({"max_sms": -1}, "max_sms=-1"),
+        ({"wire": "fp4"}, "wire='fp4'"),
     ):
         with pytest.raises(tunedcomm.UnsupportedInputError, match=said):
             tunedcomm.fusion_pass(**options)  # type: ignore[arg-type]

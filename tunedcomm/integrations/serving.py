@@ -31,13 +31,13 @@ from tunedcomm.dispatch.communicator import drop_at_exit
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.fp8 import WIRES
+from tunedcomm.fp8 import WIRES, Wire
 from tunedcomm.integrations import after_warmup
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
 from tunedcomm.ops.attention import dcp_combine
 from tunedcomm.ops.call import paths
 from tunedcomm.ops.checks import check_tensor
-from tunedcomm.ops.collectives import Wire, all_reduce
+from tunedcomm.ops.collectives import all_reduce
 from tunedcomm.spec import NumericsPolicy
 
 _CALL = "ServingAllReduce.all_reduce"

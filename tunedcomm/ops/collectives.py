@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.fp8 import Wire
 from tunedcomm.kernels.all_gather.several import MAX_TENSORS, aligned
 from tunedcomm.kernels.all_to_all.op import layout_of, row_numel
 from tunedcomm.kernels.common.packets import alignment_of
@@ -48,7 +49,6 @@ from tunedcomm.spec import NumericsPolicy, Problem
 if TYPE_CHECKING:
     from tunedcomm.dispatch.communicator import Communicator
 
-Wire: TypeAlias = Literal["fp8_group128", "int8_group128"]
 
 _REDUCED = {**FLOATS, **INTEGERS}
 _REDUCTIONS = ("sum", "avg", "max", "min")

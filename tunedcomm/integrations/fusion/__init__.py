@@ -12,6 +12,7 @@ collectives, and with them DTensor's tensor and sequence parallel plans, are ope
 | product → all_reduce | `gemm_ar` |
 | all_reduce → (bias, residual added) → RMS norm | `all_reduce_rms_norm` |
 | the same → fp8 with a given scale, one a row or one for each 128 columns | the same with `quantize=` |
+| any other all_reduce, with `wire=` alone | `all_reduce` on a quantised wire |
 
 **Ranks.** All ranks must rewrite alike. They share the table, the pass's arguments and the graph, but not the sizes of
 shards, because a dimension need not be split evenly. A product is fused if DTensors show that its shard has the same
@@ -41,10 +42,18 @@ from tunedcomm.dispatch.communicator import drop_at_exit
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy, forced_here
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.fp8 import WIRES, Wire
 from tunedcomm.integrations import check_torch
 from tunedcomm.integrations.fusion.match import LeftError, Node
 from tunedcomm.integrations.fusion.policy import WHEN, Payoff, Policy, Shards, When
-from tunedcomm.integrations.fusion.rewrite import Pattern, gathered_by, norm_of_sum, quantised_norm_of_sum, reduced_by
+from tunedcomm.integrations.fusion.rewrite import (
+    Pattern,
+    gathered_by,
+    norm_of_sum,
+    on_wire,
+    quantised_norm_of_sum,
+    reduced_by,
+)
 from tunedcomm.spec import Mode, NumericsPolicy
 from tunedcomm.version import VERSION
 
@@ -114,12 +123,14 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         mode: Mode | None,
         *,
         even_shards: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         drop_at_exit(self, "_groups")
         self._groups = groups
         self._asked = (when, numerics, max_sms)
         self._mode = mode
         self._even_shards = even_shards
+        self._wire = wire
         self._patches: list[Any] = []
         self.records: list[FusionRecord] = []
 
@@ -145,7 +156,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
             known.append((repr(communicator.limits), sorted(settings.forced.items())))
             shards = self._shards(group)
             known.append(shards and (sorted(shards.even), sorted(shards.uneven)))
-        key = (self._asked, self._mode, sorted(forced_here().items()), known)
+        key = (self._asked, self._mode, self._wire, sorted(forced_here().items()), known)
         return hashlib.sha256(f"{_source()} {key!r}".encode()).hexdigest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
@@ -193,7 +204,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
             return False
         found: list[tuple[Payoff, Pattern]] = []
         left: list[FusionRecord] = []
-        for find in _PATTERNS[node.target]:
+        for find in (*_PATTERNS[node.target], *self._further(node)):
             op = ""
             try:
                 if (pattern := find(node)) is not None:
@@ -210,6 +221,11 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         if found:
             found[0][1].rewrite(graph, policy)
         return bool(found)
+
+    def _further(self, node: Node) -> Sequence[Callable[[Node], Pattern | None]]:
+        """Patterns that have to be asked for."""
+        sums = node.target is torch.ops._c10d_functional.all_reduce.default
+        return (functools.partial(on_wire, wire=self._wire),) if self._wire and sums else ()
 
     def _record(self, record: FusionRecord) -> None:
         self.records.append(record)
@@ -231,6 +247,7 @@ def fusion_pass(
     max_sms: int | None = None,
     mode: Mode | None = None,
     even_shards: bool = False,
+    wire: Wire | None = None,
 ) -> FusionPass:
     """A pass for `torch.compile` that fuses collectives on `groups` with the products and norms around them.
 
@@ -250,6 +267,8 @@ def fusion_pass(
         even_shards: promise that every product has the same sizes on all ranks. It is not checked: where it does not
             hold, ranks wait for each other in different kernels. Without it products are fused whose shards
             belong to parameters that are DTensors split evenly over the group.
+        wire: let sums that are fused with nothing travel quantised, as of `all_reduce`, where a kernel is tuned for it.
+            Results then are no longer those of the uncompiled model. None: as they are.
 
     Raises:
         NotInitializedError: no default process group.
@@ -261,7 +280,8 @@ def fusion_pass(
     name, `TORCH_LOGS=tunedcomm.integrations.fusion`.
     """
     check_torch("tunedcomm.fusion_pass()", _INSTEAD, _missing)
-    for name, value, allowed in (("when", when, WHEN), ("mode", mode, (None, "graph", "eager"))):
+    allowed_values = (("when", when, WHEN), ("mode", mode, (None, "graph", "eager")), ("wire", wire, (None, *WIRES)))
+    for name, value, allowed in allowed_values:
         if value not in allowed:
             raise UnsupportedInputError(
                 f"{name}={value!r} of fusion_pass is not one of {', '.join(map(repr, allowed))}"
@@ -269,4 +289,4 @@ def fusion_pass(
     check_policy(numerics)
     check_limit("max_sms", max_sms, "SMs")
     resolved = tuple(dict.fromkeys(get_communicator(group).group for group in groups or (None,)))
-    return FusionPass(resolved, when, numerics, max_sms, mode, even_shards=even_shards)
+    return FusionPass(resolved, when, numerics, max_sms, mode, even_shards=even_shards, wire=wire)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from tunedcomm.fp8 import Wire
 from tunedcomm.integrations.fusion.match import (
     LeftError,
     Node,
@@ -261,7 +262,38 @@ class NormOfSum:
         erase_unused(graph, [self.collective, *sorted({*norm.added, *flat_users(norm.wait)})])
 
 
-Pattern: TypeAlias = Gather | Reduce | NormOfSum
+@dataclass(frozen=True, slots=True)
+class OnWire:
+    """all_reduce → wait: the same on a quantised wire."""
+
+    collective: Node
+    wait: Node
+    reduction: str
+    wire: Wire
+    op = "all_reduce"
+
+    def judge(self, policy: Policy) -> Payoff:
+        if policy.communicator.policy(policy.numerics) == "ordered":
+            raise LeftError("ordered sums travel as they are")
+        return policy.judge("all_reduce_wire", (self.collective.args[0],), (self.reduction, self.wire))
+
+    def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
+        """Put the call on the wire where the sum began."""
+        with graph.inserting_before(self.collective):
+            given = (self.collective.args[0], self.reduction, self.wire)
+            self.wait.replace_all_uses_with(call(graph, _ops.all_reduce_wire.default, (*given, *policy.settings)))
+        erase_unused(graph, [self.collective, self.wait])
+
+
+def on_wire(collective: Node, wire: Wire) -> OnWire:
+    """The pattern of any all_reduce that sums or averages."""
+    wait, reduction = _waited(collective), str(collective.args[1]).lower()
+    if reduction not in ("sum", "avg"):
+        raise LeftError(f"it reduces by {reduction}")
+    return OnWire(collective, wait, reduction, wire)
+
+
+Pattern: TypeAlias = Gather | Reduce | NormOfSum | OnWire
 
 
 def norm_of_sum(collective: Node) -> NormOfSum | None:
