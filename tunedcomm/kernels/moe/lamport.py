@@ -29,15 +29,25 @@ from triton import next_power_of_2
 
 from tunedcomm.kernels.common.lamport import end_call
 from tunedcomm.kernels.common.lane import STATE_OFFSET, read_counter
-from tunedcomm.kernels.common.packets import PACKET_BYTES, has_escape, restore, weigh_packets
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    escape,
+    has_escape,
+    packets_of,
+    restore,
+    sentinel_mask_of,
+    weigh_packets,
+)
 from tunedcomm.kernels.common.sync import (
     INTERPRET,
     SENTINEL,
     load_packets,
     poll_from,
+    poll_packets,
     poll_words,
     store_packets,
     store_word,
+    wait,
 )
 from tunedcomm.kernels.common.variant import HOST_GRID
 from tunedcomm.kernels.moe.op import sizes_of
@@ -48,124 +58,72 @@ from tunedcomm.kernels.moe.push import (
     DispatchVariant,
     GridVariant,
     block_barrier,
-    count_all,
-    fill_table,
+    load_words,
     parts_of_sum,
     quantise_kernel,
-    rows_of_token,
     send_results,
-    send_token,
     send_words,
-    share_counts,
     store_words,
+    tell_overflow,
     write_token,
 )
-from tunedcomm.space import Config, Space
+from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem
 
-
-@triton.jit
-def take_packets(place, beside, mask_slot, r, wanted, timeout_ns, status, WORLD_SIZE: tl.constexpr):
-    """Poll packets that rank r sent, put the sentinel back, and return their words."""
-    sender = tl.zeros(place.shape, tl.int32) + r.to(tl.int32)
-    w0, w1, w2, w3 = poll_from(place, wanted, sender, timeout_ns, status)
-    escaped = has_escape(w0, w1, w2, w3) & wanted
-    found = poll_words(beside, mask_slot, escaped.to(tl.int32) << sender, timeout_ns, status, WORLD_SIZE)
-    said = found[0]
-    for i in tl.static_range(1, WORLD_SIZE):  # 0 but for the sender's
-        said = said | found[i]
-    empty = tl.full(place.shape, SENTINEL, tl.int32)
-    store_packets(place, empty, empty, empty, empty, wanted)
-    store_word(beside + r * mask_slot, empty, escaped)
-    return restore(w0, said, 0), restore(w1, said, 1), restore(w2, said, 2), restore(w3, said, 3)
+NOBODY = tl.constexpr(-0x7FFFFFFF80000000)  # two sentinels as int64
 
 
 @triton.jit
-def dispatch_lamport_kernel(
-    x, ids, out, scales, counts_out, offsets_out, rows, id_words, capacity, alignment, tokens, row_packets,
-    wire_packets, local, peers, rank, timeout_ns, status, arena, stage_bytes, scratch, cell,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Push tokens and counts, poll the peers' counts and places, then their tokens.
+def own_ids(ids, id_words, packet, num_ids, EXPERTS: tl.constexpr):
+    """Packets of the own ids, as they travel: −2 for an id that names no expert and is not −1; −1 behind the last id."""
+    words = ()
+    for w in tl.static_range(4):
+        at = packet * 4 + w
+        expert = load_words(ids, at * id_words, at < num_ids, -1)
+        words = words + (tl.where((expert < -1) | (expert >= EXPERTS), -2, expert),)  # type: ignore[assignment]
+    return words
 
-    The stage: counts, places, tokens, masks, each by source rank. `scratch` is this rank's: counts, tables, places.
-    """
-    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
-    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
-    KP: tl.constexpr = next_power_of_2(TOPK)
-    WIDTH: tl.constexpr = next_power_of_2(LOCAL)
-    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
-    threads = tl.arange(0, BLOCK)
-    calls = read_counter(local, STATE_OFFSET)
-    stage = arena + (calls & 1) * stage_bytes
-    places = stage + WORLD_SIZE * blocks * BINS * 4
-    data = (places + WORLD_SIZE * SPLIT * tokens * KP * 4 + 15) // 16 * 16
-    wire_bytes = wire_packets * 16
-    masks = data + WORLD_SIZE * tokens * wire_bytes
-    table = scratch + WORLD_SIZE * blocks * BINS * 4 + block * (WORLD_SIZE * WIDTH * 4)
-    own_places = scratch + WORLD_SIZE * blocks * (BINS + WIDTH) * 4
 
-    for token in tl.range(team, tokens, teams):
-        at = rank * tokens + token
-        send_token(
-            token, x + token * wire_bytes, ids, id_words, tokens, 0, peers, rank, own_places, places,
-            data + at * wire_bytes, masks + at * wire_packets * 4, wire_packets, part,
-            WORLD_SIZE, TOPK, EXPERTS, False, True, SPLIT, BLOCK, 1,
-        )  # fmt: skip
-    bins = tl.arange(0, BINS)
-    mine = count_all(ids, id_words, 0, tokens, TOPK, EXPERTS)
-    share_counts(scratch, stage, peers, rank, mine, WORLD_SIZE, EXPERTS)
+@triton.jit
+def in_order(w0, w1, w2, w3):
+    """The words of packets in a row."""
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
-    others = (1 << WORLD_SIZE) - 1 - (1 << rank)
-    sent_here = ((bins // LOCAL == rank) | (block == 0)) & (bins <= EXPERTS)
-    from_peers = block * BINS + bins
-    bits = tl.where(sent_here, others, 0).to(tl.int32)
-    counts = poll_words(
-        local + stage + from_peers * 4, blocks * (BINS * 4), bits, timeout_ns, status, WORLD_SIZE
-    )  # fmt: skip
+
+@triton.jit
+def poll_ids(mine, lines, slot, packet, mask, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+    """Wait for the peers' ids; those of rank (rank + s) mod WORLD_SIZE are number s of the result, `mine` number 0."""
+    words = poll_packets(lines + packet * 16, slot, mask, rank, timeout_ns, status, WORLD_SIZE)
+    come, found = (), (mine,)
     for i in tl.static_range(WORLD_SIZE):
-        store_words(scratch, i * blocks * BINS + from_peers, counts[i], sent_here & (rank != i))
-    k = tl.arange(0, KP)
-    bits_of_k = tl.where(k < TOPK, others, 0).to(tl.int32)
-    slot = SPLIT * tokens * (KP * 4)
-    for asked in tl.range(team, tokens, teams):
-        of_token = (part * tokens + asked) * KP + k
-        told = poll_words(local + places + of_token * 4, slot, bits_of_k, timeout_ns, status, WORLD_SIZE)
-        for i in tl.static_range(WORLD_SIZE):
-            store_words(own_places + i * slot, of_token, told[i], (k < TOPK) & (rank != i))
+        line = in_order(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
+        come = come + (tl.where(tl.arange(0, line.shape[0]) * 4 < slot, line, -1),)  # type: ignore[assignment]
+    for s in tl.static_range(1, WORLD_SIZE):
+        line = come[0]
+        for i in tl.static_range(1, WORLD_SIZE):
+            line = tl.where((rank + s) % WORLD_SIZE == i, come[i], line)
+        found = found + (line,)  # type: ignore[assignment]
     block_barrier()  # all warps have polled
-    for i in tl.static_range(WORLD_SIZE):
-        none = tl.full((BINS,), SENTINEL, tl.int32)
-        store_words(local + stage, i * blocks * BINS + from_peers, none, sent_here & (rank != i))
-    fill_table(
-        scratch, table, counts_out, offsets_out, rank, capacity, alignment, cell, WORLD_SIZE, EXPERTS, PADDED
-    )  # fmt: skip
+    return found
 
-    for placed in tl.range(team, tokens, teams):
-        for s in tl.range(0, WORLD_SIZE):
-            r = (rank + s) % WORLD_SIZE
-            here_at = r * tokens + placed
-            unset = tl.full((KP,), SENTINEL, tl.int32)
-            store_words(local + places + r * slot, (part * tokens + placed) * KP + k, unset, (k < TOPK) & (rank != r))
-            targets, sent = rows_of_token(
-                table + r * (WIDTH * 4), own_places + ((r * SPLIT + part) * tokens + placed) * (KP * 4),
-                rows + here_at * (TOPK * 4), part, capacity, TOPK, LOCAL, PADDED,
-            )  # fmt: skip
-            for start in tl.range(part * BLOCK, wire_packets, SPLIT * BLOCK):
-                packet = start + threads
-                here = packet < wire_packets
-                if r == rank:
-                    words = load_packets(x + placed * wire_bytes + packet * 16, here & sent)
-                else:
-                    words = take_packets(
-                        local + data + here_at * wire_bytes + packet * 16,
-                        local + masks + (placed * wire_packets + packet) * 4, tokens * wire_packets * 4, r,
-                        here & sent, timeout_ns, status, WORLD_SIZE,
-                    )  # fmt: skip
-                write_token(out, scales, targets, packet, words, here, row_packets, TOPK, SCALES)
-    end_call(local, calls)
+
+@triton.jit
+def count_ids(line, first, COUNT: tl.constexpr, BINS: tl.constexpr):
+    """How often each of the COUNT experts from `first` on is named."""
+    expert = line - first
+    return tl.histogram(expert, BINS, mask=(expert >= 0) & (expert < COUNT))
+
+
+@triton.jit
+def first_rows(counts, capacity, alignment, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """The first row of each expert of this rank, and the row behind its last one, from their counts; int64."""
+    if PADDED:
+        begins = tl.arange(0, WIDTH).to(tl.int64) * capacity
+        return begins, begins + capacity
+    else:
+        aligned = (counts.to(tl.int64) + alignment - 1) // alignment * alignment
+        ends = tl.cumsum(aligned, 0)
+        return ends - aligned, ends
 
 
 @triton.jit
@@ -190,6 +148,183 @@ def peek_packets(address, mask):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def take_packets(
+    come, beside, mask_slot, seen, item: tl.constexpr, r, here, timeout_ns, status, WORLD_SIZE: tl.constexpr
+):  # fmt: skip
+    """Packets of rank r that `peek_packets` saw: poll those that were late, put the sentinel back, restore the words."""
+    w0, w1, w2, w3 = seen[4 * item], seen[4 * item + 1], seen[4 * item + 2], seen[4 * item + 3]
+    late = here & ((w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL))
+    sender = tl.zeros(come.shape, tl.int32) + r.to(tl.int32)
+    p0, p1, p2, p3 = poll_from(come, late, sender, timeout_ns, status)
+    w0, w1, w2, w3 = tl.where(late, p0, w0), tl.where(late, p1, w1), tl.where(late, p2, w2), tl.where(late, p3, w3)
+    escaped = has_escape(w0, w1, w2, w3) & here
+    found = poll_words(beside, mask_slot, escaped.to(tl.int32) << sender, timeout_ns, status, WORLD_SIZE)
+    said = found[0]
+    for i in tl.static_range(1, WORLD_SIZE):  # 0 but for the sender's
+        said = said | found[i]
+    empty = tl.full(come.shape, SENTINEL, tl.int32)
+    store_packets(come, empty, empty, empty, empty, here)
+    store_word(beside + r * mask_slot, empty, escaped)
+    return restore(w0, said, 0), restore(w1, said, 1), restore(w2, said, 2), restore(w3, said, 3)
+
+
+@triton.jit
+def push_tokens(
+    x, ids, id_words, first, tokens, teams, part, wire_packets, data, masks, peers, rank,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Push a part of every `teams`-th token from `first` on to the ranks of its experts."""
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    k = tl.arange(0, next_power_of_2(TOPK))
+    for token in tl.range(first, tokens, teams):
+        expert = load_words(ids, (token * TOPK + k) * id_words, k < TOPK, -1)
+        owner = tl.where((expert >= 0) & (expert < EXPERTS), tl.maximum(expert, 0) // LOCAL, -1)
+        row = (rank * tokens + token) * wire_packets
+        for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
+            words = ()
+            for item in tl.static_range(ITEMS):  # all loads before the first store
+                packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                words = words + load_packets(x + (token * wire_packets + packet) * 16, packet < wire_packets)
+            for item in tl.static_range(ITEMS):
+                packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                here = packet < wire_packets
+                w0, w1, w2, w3 = words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3]  # type: ignore[var-annotated]
+                sentinels = sentinel_mask_of(w0, w1, w2, w3)
+                w0, w1, w2, w3 = escape(w0), escape(w1), escape(w2), escape(w3)
+                escaped = here & has_escape(w0, w1, w2, w3)
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    goes = tl.max((owner == (rank + 1 + i) % WORLD_SIZE).to(tl.int32), axis=0) > 0
+                    store_packets(peers[i] + data + (row + packet) * 16, w0, w1, w2, w3, here & goes, REMOTE=True)
+                    store_word(peers[i] + masks + (row + packet) * 4, sentinels, escaped & goes)
+
+
+@triton.jit
+def tell_counts(
+    found, counts_out, offsets_out, capacity, alignment, rank, cell,
+    WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs that follow from the ids of all ranks, and the code of `Overflow`."""
+    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    e = tl.arange(0, WIDTH)
+    counts = count_ids(found[0], 0, EXPERTS, BINS)
+    wrong = tl.sum((found[0] == -2).to(tl.int32), axis=0)
+    for s in tl.static_range(1, WORLD_SIZE):
+        counts += count_ids(found[s], 0, EXPERTS, BINS)
+        wrong += tl.sum((found[s] == -2).to(tl.int32), axis=0)
+    mine = tl.gather(counts, tl.minimum(rank * LOCAL + e, EXPERTS - 1).to(tl.int32), 0)
+    mine = tl.where(e < LOCAL, mine, 0)
+    begins, ends = first_rows(mine, capacity, alignment, PADDED, WIDTH)
+    store_words(counts_out, e, mine, e < LOCAL)
+    store_words(offsets_out, e, begins.to(tl.int32), e < LOCAL)
+    store_words(offsets_out, e + 1, ends.to(tl.int32), e == LOCAL - 1)
+    every = tl.where(tl.arange(0, BINS) == EXPERTS, wrong, counts)
+    tell_overflow(every, capacity, alignment, cell, WORLD_SIZE, EXPERTS, PADDED)
+
+
+@triton.jit
+def dispatch_lamport_kernel(
+    x, ids, out, scales, counts_out, offsets_out, rows, id_words, capacity, alignment, tokens, row_packets,
+    wire_packets, local, peers, rank, timeout_ns, status, arena, stage_bytes, cell,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, ID_PACKETS: tl.constexpr,
+):  # fmt: skip
+    """Push ids and tokens, poll the peers' ids, find the rows, poll the tokens that go there.
+
+    The last block has no tokens: it writes counts and offsets, and puts the sentinel back in the place of the ids. The
+    stage: the number of blocks that have polled (SENTINEL twice stands for 0), ids, tokens, masks, each by source rank.
+    """
+    LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
+    WIDTH: tl.constexpr = next_power_of_2(LOCAL) if LOCAL > 32 else 32
+    KP: tl.constexpr = next_power_of_2(TOPK)
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64) - 1
+    first, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
+    calls = read_counter(local, STATE_OFFSET)
+    stage = arena + (calls & 1) * stage_bytes
+    polled = (local + stage).to(tl.pointer_type(tl.int64))
+    lines, slot = stage + 16, (tokens * TOPK + 3) // 4 * 16
+    data = lines + WORLD_SIZE * slot
+    masks = data + WORLD_SIZE * tokens * wire_packets * 16
+    packet = tl.arange(0, ID_PACKETS).to(tl.int64)
+    sent = packet * 16 < slot
+
+    w0, w1, w2, w3 = own_ids(ids, id_words, packet, tokens * TOPK, EXPERTS)
+    if block == 0:
+        for i in tl.static_range(WORLD_SIZE - 1):
+            store_packets(peers[i] + lines + rank * slot + packet * 16, w0, w1, w2, w3, sent, REMOTE=True)
+    mine = in_order(w0, w1, w2, w3)
+    if block == blocks:
+        found = poll_ids(mine, local + lines, slot, packet, sent, rank, timeout_ns, status, WORLD_SIZE)
+        tell_counts(
+            found, counts_out, offsets_out, capacity, alignment, rank, cell, WORLD_SIZE, EXPERTS, PADDED, WIDTH
+        )  # fmt: skip
+        one = tl.arange(0, 1)
+        wait(local + stage + one, NOBODY + blocks + one, one == 0, one + rank.to(tl.int32), timeout_ns, status)
+        empty = tl.full((ID_PACKETS,), SENTINEL, tl.int32)
+        for i in tl.static_range(WORLD_SIZE):
+            store_packets(local + lines + i * slot + packet * 16, empty, empty, empty, empty, sent & (rank != i))
+        tl.store(polled, blocks * 0 + NOBODY)
+    else:
+        push_tokens(
+            x, ids, id_words, first, tokens, teams, part, wire_packets, data, masks, peers, rank,
+            WORLD_SIZE, TOPK, EXPERTS, SPLIT, BLOCK, ITEMS,
+        )  # fmt: skip
+        own = rank.to(tl.int32) * LOCAL  # the first expert here
+        counts = (count_ids(mine, own, LOCAL, WIDTH),)
+        found = poll_ids(mine, local + lines, slot, packet, sent, rank, timeout_ns, status, WORLD_SIZE)
+        tl.atomic_add(polled, block * 0 + 1, sem="release", scope="gpu")
+        total = counts[0]
+        for s in tl.static_range(1, WORLD_SIZE):
+            counts = counts + (count_ids(found[s], own, LOCAL, WIDTH),)  # type: ignore[assignment]
+            total += counts[s]  # type: ignore[misc]
+        begins, _ = first_rows(total, capacity, alignment, PADDED, WIDTH)
+        k, q = tl.arange(0, KP), tl.arange(0, 4 * ID_PACKETS)
+        for token in tl.range(first, tokens, teams):
+            at = tl.minimum(token * TOPK + k, 4 * ID_PACKETS - 1).to(tl.int32)
+            for t in tl.range(0, WORLD_SIZE):
+                r = (rank + t) % WORLD_SIZE
+                line, base = found[0], begins
+                for s in tl.static_range(WORLD_SIZE):
+                    line = tl.where(t == s, found[s], line)
+                    base += tl.where((rank + s) % WORLD_SIZE < r, counts[s], 0)
+                named = tl.where(k < TOPK, tl.gather(line, at, 0), -1)
+                expert = named - own
+                here = (expert >= 0) & (expert < LOCAL)
+                expert = tl.where(here, expert, 0)
+                before = (line[None, :] == named[:, None]) & (q[None, :] < at[:, None])
+                row = tl.gather(base, expert, 0) + tl.sum(before.to(tl.int32), axis=1)
+                limit = (expert.to(tl.int64) + 1) * capacity if PADDED else capacity
+                row = tl.where(here, tl.where((row >= 0) & (row < limit), row, -2), -1)
+                row_at = r * tokens + token
+                store_words(rows, row_at * TOPK + k, row.to(tl.int32), (k < TOPK) & (part == 0))
+                wanted = tl.max(here.to(tl.int32), axis=0) > 0
+                targets = ()
+                for i in tl.static_range(TOPK):
+                    targets = targets + (tl.sum(tl.where(k == i, row, 0), axis=0),)  # type: ignore[assignment]
+                come = local + data + row_at * wire_packets * 16
+                source = tl.where(t == 0, x + token * wire_packets * 16, come)
+                beside = local + masks + token * wire_packets * 4
+                for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
+                    seen = ()
+                    for item in tl.static_range(ITEMS):
+                        at_packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                        seen = seen + peek_packets(source + at_packet * 16, (at_packet < wire_packets) & wanted)
+                    for item in tl.static_range(ITEMS):
+                        at_packet = start + item * BLOCK + tl.arange(0, BLOCK)
+                        is_token = (at_packet < wire_packets) & wanted
+                        if t == 0:
+                            words = (seen[4 * item], seen[4 * item + 1], seen[4 * item + 2], seen[4 * item + 3])
+                        else:
+                            words = take_packets(
+                                come + at_packet * 16, beside + at_packet * 4, tokens * wire_packets * 4, seen, item, r,
+                                is_token, timeout_ns, status, WORLD_SIZE,
+                            )  # fmt: skip
+                        write_token(out, scales, targets, at_packet, words, is_token, row_packets, TOPK, SCALES)
+    end_call(local, calls)
 
 
 @triton.jit
@@ -262,17 +397,44 @@ class _Lamport(GridVariant):
 
 
 class DispatchLamport(_Lamport, DispatchVariant, registered=True):
-    summary = "push without flags: tokens announce themselves; best for few tokens"
+    summary = "push without flags: ids and tokens announce themselves; best for few tokens"
     kernels = (dispatch_lamport_kernel, quantise_kernel)
+    space = Space({**GRID, "items": Choice(1, 2, 4)})
 
     def token_bytes(self, problem: Problem) -> int:
         return super().token_bytes(problem) // PACKET_BYTES * (PACKET_BYTES + 4)  # with masks
 
     def further_bytes(self, problem: Problem, config: Config) -> int:
-        return int(config["split"]) * super().further_bytes(problem, config)
+        """Of ids, and of the number of blocks that have polled them."""
+        s = sizes_of(problem)
+        return PACKET_BYTES * (1 + problem.world_size * packets_of(4 * s.tokens * s.topk))
 
     def own_bytes(self, problem: Problem, config: Config) -> int:
-        return self.further_bytes(problem, config)
+        return 0
+
+    def id_packets(self, problem: Problem, config: Config) -> int:
+        """Packets of a rank's ids that a block holds, a power of two: one or more a thread."""
+        s = sizes_of(problem)
+        return int(max(next_power_of_2(packets_of(4 * s.tokens * s.topk)), 32 * int(config["num_warps"])))
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        return int(config["num_blocks"]) + 1  # with the one that counts
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        held = 4 * problem.world_size * self.id_packets(problem, config)
+        if held > 32 * 32 * int(config["num_warps"]):
+            return f"{held} ids of all ranks do not fit into the registers of {config['num_warps']} warps"
+        return super().refuse_config(problem, config, limits)
+
+    def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        counting = 1 if limits.backend == "cuda" else 0
+        return super().refuse_grid(problem, {**config, "num_blocks": int(config["num_blocks"]) + counting}, limits)
+
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return self.widest_grid(problem)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Any]:
+        return {**super().constants(problem, config), "ID_PACKETS": self.id_packets(problem, config)}
 
 
 class CombineLamport(_Lamport, CombineVariant, registered=True):

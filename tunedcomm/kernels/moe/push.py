@@ -664,6 +664,14 @@ class GridVariant(KernelVariant):
         grid = {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split}
         return {**grid, "chunk_tokens": next_power_of_2(max(tokens, 1)), "items": 1}
 
+    def widest_grid(self, problem: Problem) -> dict[str, float]:
+        """Up to 128 blocks, whose threads hold several packets where tokens are many."""
+        tokens, packets = max(problem.shape[0], 1), self.packets(problem)
+        split = max(min(128 // tokens, packets // 64, 8), 1)
+        warps = min(max(next_power_of_2(packets // split) // 64, 1), 8)
+        items = min(max(packets / (split * 32 * warps), 1), 4)
+        return {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "items": items}
+
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         threads = 32 * int(config["num_warps"])
         return {
@@ -695,8 +703,8 @@ class DispatchVariant(GridVariant):
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         s = sizes_of(problem)
         mine = {"EXPERTS": s.experts, "SCALES": s.num_scales, "PADDED": problem.layout == "padded"}
-        pushed = {"COUNTED": self.counts_first, "ITEMS": config["items"]} if "items" in config else {}
-        return {**super().constants(problem, config), **mine, **pushed}
+        pushed = {"COUNTED": self.counts_first} if "chunk_tokens" in config else {}
+        return {**super().constants(problem, config), **mine, **pushed, "ITEMS": config["items"]}
 
     def count_request(self, problem: Problem) -> CompileRequest:
         s = sizes_of(problem)
@@ -713,7 +721,8 @@ class DispatchVariant(GridVariant):
         packets = self.packets(problem)
         quantise = count = None
         wire_nbytes = s.tokens * packets * PACKET_BYTES if problem.scaling else 0
-        wire = workspace.scratch(mode, wire_nbytes + self.own_bytes(problem, config)).data_ptr()
+        own_nbytes = self.own_bytes(problem, config)
+        wire = workspace.scratch(mode, wire_nbytes + own_nbytes).data_ptr()
         own = wire + wire_nbytes
         if problem.scaling:
             row = s.hidden * ITEMSIZE[problem.dtype] // PACKET_BYTES
@@ -721,9 +730,9 @@ class DispatchVariant(GridVariant):
             quantise = kernel.fix((None, wire, s.tokens, row, packets * PACKET_BYTES))
         if self.counts_first:
             count = bind_kernel(self.count_request(problem), RANGES.value, device).fix((None, None, s.tokens, own))
-        kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), device)
+        kernel = bind_kernel(self.request(problem, config), self.num_blocks(problem, config), device)
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES, packets)
-        extra = (*self.arguments(problem, config, workspace), own, overflow.cell.data_ptr())
+        extra = (*self.arguments(problem, config, workspace), *((own,) if own_nbytes else ()), overflow.cell.data_ptr())
         launch = kernel.fix((*(None,) * 10, *sizes, *lane_arguments(problem, workspace), *extra))
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:

@@ -638,12 +638,7 @@ class _ByToken(GridVariant):
         return super().refuse_config(problem, config, limits)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        tokens, packets = max(problem.shape[0], 1), self.packets(problem)
-        split = max(min(128 // tokens, packets // 64, 8), 1)
-        warps = min(max(next_power_of_2(packets // split) // 64, 1), 8)
-        items = max(packets / (split * 32 * warps), 1)
-        grid = {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "items": min(items, 4)}
-        return {**grid, "chunk_tokens": 256}
+        return {**self.widest_grid(problem), "chunk_tokens": 256}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "ITEMS": config["items"]}
