@@ -66,7 +66,8 @@ def bits_body(rank: int, world_size: int, shapes: list[tuple[int, int, int, int]
 def test_bits(world_size: int) -> None:
     shapes = SHAPES + LARGE if FULL else some(SHAPES[: 4 if world_size == 2 else 2], 2)
     counts = run_ranks(world_size, bits_body, shapes, timeout=280)
-    assert min(counts) >= 14 * len(shapes)
+    few = [shape for shape in shapes if world_size * shape[0] * shape[2] <= 8192]  # ids that fit into registers
+    assert min(counts) >= 12 * len(shapes) + 2 * len(few)
 
 
 @pytest.mark.parametrize("layout", ["padded", "contiguous"])
@@ -87,8 +88,10 @@ def grids_body(rank: int, world_size: int) -> None:
             if variant not in variants(op):
                 continue
             config = {"num_blocks": blocks, "num_warps": 1, "split": split}
+            if op == "ep_dispatch":
+                config["items"] = 2
             if variant != "lamport":
-                config |= {"chunk_tokens": chunk, **({"items": 2} if op == "ep_dispatch" else {})}
+                config["chunk_tokens"] = chunk
             layout = {"layout": "contiguous"} if op == "ep_dispatch" else {}
             problem = asked(op, (tokens, 1024, 2, 6), world_size, **layout)
             check(communicator, problem, variant, seed, "integers", config)

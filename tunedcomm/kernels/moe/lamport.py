@@ -1,18 +1,41 @@
 """lamport: tokens and results are pushed without flags and announce themselves; best for few tokens.
 
-**ep_dispatch.** As `push`, but counts, places and tokens go into the peers' stage, where their readers poll for each
-word and put the sentinel back. Counts and places are never the sentinel; tokens are escaped, as by `all_to_all`'s
-`lamport`. Parts of a token have places of their own, for what is polled is polled once. Every block polls counts of
-every peer, which keeps the stages in turn.
+**ep_dispatch.** Block 0 sends its rank's ids to every peer, and every block pushes its parts of tokens, each once to a
+rank. Then every block polls the ids of all ranks: from them alone it knows where a token's rows are, behind those of
+the experts before it, of the ranks before it, and of the tokens before it. It polls the packets of its parts and writes
+them there. Tokens are escaped, as by `all_to_all`'s `lamport`. The own ids are counted while the others travel.
+
+**Ids have many readers.** All blocks poll the same ids, so none of them may put the sentinel back before the others
+have read. Each block that has polled them counts itself in a word of the own stage, which its peers do not know. The
+last block has no tokens: it writes counts and offsets, waits until all others have counted themselves, and puts the
+sentinel back in the place of the ids and of that word.
+
+- No word is overwritten before its readers had it. A block counts itself by a release behind a block barrier, after all
+  its warps have polled. The last block acquires the complete number and puts the sentinel back behind another barrier,
+  so every poll comes before. A packet of a token or its mask has one reader, which puts the sentinel back itself.
+- No old word is taken for a new one. When a call ends, its stage holds nothing but sentinels, as the arena's rule asks,
+  so other ops may use it next. Each word is stored once in a call, by one thread.
+- A rank may be one call ahead. It then writes the other stage. It comes to this one again in its call k + 2, after its
+  call k + 1 polled ids that this rank sent in call k + 1, after all of call k, in stream order. Every block waits for
+  ids of every peer, so this holds even if no token travels.
+- Replays of a graph count calls in the lane as eager calls do. After a lost peer the stage may hold anything: the group
+  has ended then.
+
+Blocks wait for block 0 of the peers, and the last one for the others of its own grid, which wait for no block of it.
+The interpreter runs blocks in order, so the last one finds all others counted.
 
 **ep_combine.** Results go to (token, k) of the stage of the token's rank, with the sentinel, a −0.0, turned into +0.0:
 sums begin with +0.0, so that changes nothing. First all K packets of a sum are looked at together, then those that are
 late are waited for. Not every rank has results for every other, so each block also sends each peer a word.
 
-**Words of a whole block.** A thread has its packets, and their masks, for itself. But counts, places and the word of a
-block are fewer than its threads, so all its warps poll the same ones. They put the sentinel back behind a block
-barrier, or a slow warp would find it in the place of the word. And such a word is stored by one thread (`send_words`):
-what a slow warp stores again may come after its reader has put the sentinel back, and be read two calls later.
+**The word of a block** in ep_combine is polled by all its warps. They put the sentinel back behind a block barrier, or
+a slow warp would find it in the place of the word. And it is stored by one thread (`send_words`): what a slow warp
+stores again may come after its reader has put the sentinel back, and be read two calls later.
+
+Example:
+    ep_dispatch, 2 ranks, 1 token of 8 bf16 elements (1 packet), 4 experts, layout `padded`, capacity 2. Both tokens go
+    to expert 1. Rank 1 sends the id 1 and the packet to rank 0, which finds one earlier token with that id, its own, and
+    writes the packet to row 1 · 2 + 1. Rank 1 gets the id 1 of rank 0, an expert that is not here: row −1.
 
 Numerics: ordered. Graph-safe: call counters live in the lane.
 Source: own; the protocol is as in `all_reduce`'s `lamport`.
@@ -75,7 +98,7 @@ NOBODY = tl.constexpr(-0x7FFFFFFF80000000)  # two sentinels as int64
 
 @triton.jit
 def own_ids(ids, id_words, packet, num_ids, EXPERTS: tl.constexpr):
-    """Packets of the own ids, as they travel: −2 for an id that names no expert and is not −1; −1 behind the last id."""
+    """Packets of the own ids as they travel: −2 for an id of no expert that is not −1, and −1 behind the last id."""
     words = ()
     for w in tl.static_range(4):
         at = packet * 4 + w
@@ -91,17 +114,17 @@ def in_order(w0, w1, w2, w3):
 
 
 @triton.jit
-def poll_ids(mine, lines, slot, packet, mask, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+def poll_ids(mine, lines, slot, packet, mask, q, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
     """Wait for the peers' ids; those of rank (rank + s) mod WORLD_SIZE are number s of the result, `mine` number 0."""
     words = poll_packets(lines + packet * 16, slot, mask, rank, timeout_ns, status, WORLD_SIZE)
     come, found = (), (mine,)
     for i in tl.static_range(WORLD_SIZE):
         line = in_order(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
-        come = come + (tl.where(tl.arange(0, line.shape[0]) * 4 < slot, line, -1),)  # type: ignore[assignment]
+        come = come + (tl.where(q * 4 < slot, line, -1),)  # type: ignore[assignment]
     for s in tl.static_range(1, WORLD_SIZE):
-        line = come[0]
-        for i in tl.static_range(1, WORLD_SIZE):
-            line = tl.where((rank + s) % WORLD_SIZE == i, come[i], line)
+        line = mine
+        for i in tl.static_range(WORLD_SIZE):
+            line = tl.where((rank + s) % WORLD_SIZE == i, come[i], line)  # type: ignore[misc]
         found = found + (line,)  # type: ignore[assignment]
     block_barrier()  # all warps have polled
     return found
@@ -154,7 +177,7 @@ def peek_packets(address, mask):
 def take_packets(
     come, beside, mask_slot, seen, item: tl.constexpr, r, here, timeout_ns, status, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
-    """Packets of rank r that `peek_packets` saw: poll those that were late, put the sentinel back, restore the words."""
+    """The words of packets of rank r that `peek_packets` saw; poll the late ones, and put the sentinel back."""
     w0, w1, w2, w3 = seen[4 * item], seen[4 * item + 1], seen[4 * item + 2], seen[4 * item + 3]
     late = here & ((w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL))
     sender = tl.zeros(come.shape, tl.int32) + r.to(tl.int32)
@@ -236,7 +259,8 @@ def dispatch_lamport_kernel(
     """Push ids and tokens, poll the peers' ids, find the rows, poll the tokens that go there.
 
     The last block has no tokens: it writes counts and offsets, and puts the sentinel back in the place of the ids. The
-    stage: the number of blocks that have polled (SENTINEL twice stands for 0), ids, tokens, masks, each by source rank.
+    stage: the number of blocks that have polled (the sentinel twice stands for 0), then ids, tokens and masks, each by
+    source rank.
     """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     WIDTH: tl.constexpr = next_power_of_2(LOCAL) if LOCAL > 32 else 32
@@ -249,7 +273,7 @@ def dispatch_lamport_kernel(
     lines, slot = stage + 16, (tokens * TOPK + 3) // 4 * 16
     data = lines + WORLD_SIZE * slot
     masks = data + WORLD_SIZE * tokens * wire_packets * 16
-    packet = tl.arange(0, ID_PACKETS).to(tl.int64)
+    packet, q = tl.arange(0, ID_PACKETS).to(tl.int64), tl.arange(0, 4 * ID_PACKETS)
     sent = packet * 16 < slot
 
     w0, w1, w2, w3 = own_ids(ids, id_words, packet, tokens * TOPK, EXPERTS)
@@ -258,7 +282,7 @@ def dispatch_lamport_kernel(
             store_packets(peers[i] + lines + rank * slot + packet * 16, w0, w1, w2, w3, sent, REMOTE=True)
     mine = in_order(w0, w1, w2, w3)
     if block == blocks:
-        found = poll_ids(mine, local + lines, slot, packet, sent, rank, timeout_ns, status, WORLD_SIZE)
+        found = poll_ids(mine, local + lines, slot, packet, sent, q, rank, timeout_ns, status, WORLD_SIZE)
         tell_counts(
             found, counts_out, offsets_out, capacity, alignment, rank, cell, WORLD_SIZE, EXPERTS, PADDED, WIDTH
         )  # fmt: skip
@@ -275,14 +299,14 @@ def dispatch_lamport_kernel(
         )  # fmt: skip
         own = rank.to(tl.int32) * LOCAL  # the first expert here
         counts = (count_ids(mine, own, LOCAL, WIDTH),)
-        found = poll_ids(mine, local + lines, slot, packet, sent, rank, timeout_ns, status, WORLD_SIZE)
+        found = poll_ids(mine, local + lines, slot, packet, sent, q, rank, timeout_ns, status, WORLD_SIZE)
         tl.atomic_add(polled, block * 0 + 1, sem="release", scope="gpu")
         total = counts[0]
         for s in tl.static_range(1, WORLD_SIZE):
             counts = counts + (count_ids(found[s], own, LOCAL, WIDTH),)  # type: ignore[assignment]
-            total += counts[s]  # type: ignore[misc]
+            total += counts[s]
         begins, _ = first_rows(total, capacity, alignment, PADDED, WIDTH)
-        k, q = tl.arange(0, KP), tl.arange(0, 4 * ID_PACKETS)
+        k = tl.arange(0, KP)
         for token in tl.range(first, tokens, teams):
             at = tl.minimum(token * TOPK + k, 4 * ID_PACKETS - 1).to(tl.int32)
             for t in tl.range(0, WORLD_SIZE):
