@@ -34,8 +34,8 @@ stores again may come after its reader has put the sentinel back, and be read tw
 
 Example:
     ep_dispatch, 2 ranks, 1 token of 8 bf16 elements (1 packet), 4 experts, layout `padded`, capacity 2. Both tokens go
-    to expert 1. Rank 1 sends the id 1 and the packet to rank 0, which finds one earlier token with that id, its own, and
-    writes the packet to row 1 · 2 + 1. Rank 1 gets the id 1 of rank 0, an expert that is not here: row −1.
+    to expert 1. Rank 1 sends the id 1 and the packet to rank 0, which finds one earlier token with that id, its own,
+    and writes the packet to row 1 · 2 + 1. Rank 1 gets the id 1 of rank 0, an expert that is not here: row −1.
 
 Numerics: ordered. Graph-safe: call counters live in the lane.
 Source: own; the protocol is as in `all_reduce`'s `lamport`.
@@ -124,7 +124,7 @@ def poll_ids(mine, lines, slot, packet, mask, q, rank, timeout_ns, status, WORLD
     for s in tl.static_range(1, WORLD_SIZE):
         line = mine
         for i in tl.static_range(WORLD_SIZE):
-            line = tl.where((rank + s) % WORLD_SIZE == i, come[i], line)  # type: ignore[misc]
+            line = tl.where((rank + s) % WORLD_SIZE == i, come[i], line)
         found = found + (line,)  # type: ignore[assignment]
     block_barrier()  # all warps have polled
     return found
