@@ -22,7 +22,7 @@ RANKS = 4
 LIMITS = limits_for(H200, RANKS)
 NOTHING = snapshot_of(())
 TUNED = Problem("ep_dispatch", (64, 7168, 8, 256), "bfloat16", RANKS, "", layout="padded")
-CONFIG = {"num_blocks": 8, "num_warps": 4, "split": 1}
+CONFIG = {"num_blocks": 8, "num_warps": 4, "split": 1, "items": 1}
 
 
 def asked(tokens: int, op: str = "ep_dispatch", hidden: int = 7168, experts: int = 64, **changes: Any) -> Problem:

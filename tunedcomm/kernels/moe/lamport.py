@@ -445,9 +445,10 @@ class DispatchLamport(_Lamport, DispatchVariant, registered=True):
         return int(config["num_blocks"]) + 1  # with the one that counts
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        held = 4 * problem.world_size * self.id_packets(problem, config)
-        if held > 32 * 32 * int(config["num_warps"]):
-            return f"{held} ids of all ranks do not fit into the registers of {config['num_warps']} warps"
+        warps, items = int(config["num_warps"]), int(config["items"])
+        ids = 4 * problem.world_size * self.id_packets(problem, config) // (32 * warps)
+        if ids + 4 * items > (40 if warps <= 8 else 20):
+            return f"{ids} ids of all ranks and {items} packets do not fit into the registers of each of {warps} warps"
         return super().refuse_config(problem, config, limits)
 
     def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
