@@ -45,6 +45,8 @@ WAITING = [
     for name, variant in variants(op).items()
     if variant.waits_time_out and not variant.is_library and name not in ELSEWHERE
 ]
+SHAPES["ep_dispatch"] = (5, 64, 2, 6)
+WAITING += ["ep_dispatch lamport", "ep_dispatch push"]
 
 
 @pytest.mark.parametrize("name", sample(WAITING, quick=12))
