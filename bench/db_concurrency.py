@@ -32,8 +32,9 @@ from rows import RESULTS, arguments, finish, of_host
 from sqlalchemy import text
 
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import Trial, utc_now
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
+from tunedcomm.db.values import utc_now
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
 

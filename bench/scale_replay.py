@@ -32,8 +32,9 @@ from pathlib import Path
 from rows import RESULTS, ROOT, arguments, finish, of_host, read_trials
 
 from tunedcomm import kernels
-from tunedcomm.db.records import Trial, utc_now
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
+from tunedcomm.db.values import utc_now
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.search.claims import Claims, owner_id
 

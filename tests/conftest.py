@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an earlier test was warned of is said again."""
-    once = sys.modules.get("tunedcomm.db.engine")  # most tests of one process never import it
+    once = sys.modules.get("tunedcomm.db.targets")  # most tests of one process never import it
     if once is not None:
         monkeypatch.setattr(once, "_warned", set())
 

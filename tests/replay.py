@@ -25,7 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tunedcomm.db.records import Trial, canonical_json
+from tunedcomm.db.records import Trial
+from tunedcomm.db.values import canonical_json
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, variants
 from tunedcomm.symm.layout import limits_for

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.db import unreached
-from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import Layer, all_layers, is_absent, named_layers, note_made, writable_database
 from tunedcomm.db.misses import Note
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
+from tunedcomm.db.targets import warn_once
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.dispatch.groups import get_communicator

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from cases import Ranks, logged, replaced, settings
 
 import tunedcomm
-from tunedcomm.db.engine import _warned as warned
 from tunedcomm.db.store import Database
+from tunedcomm.db.targets import _warned as warned
 from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.groups import get_communicator
 

@@ -23,7 +23,7 @@ from quick import some
 from variant_checks import check_variant, inputs_of_all
 
 import tunedcomm
-from tunedcomm.db.engine import _warned
+from tunedcomm.db.targets import _warned
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.spec import Candidate as Chosen
 from tunedcomm.spec import Problem, check_candidate, get_variant

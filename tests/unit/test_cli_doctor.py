@@ -12,7 +12,7 @@ from programs import python
 
 from tunedcomm.cli import doctor
 from tunedcomm.cli.output import Line
-from tunedcomm.db import engine
+from tunedcomm.db import targets
 from tunedcomm.db.store import Database
 from tunedcomm.kernels import plugins
 from tunedcomm.spec import get_op
@@ -94,7 +94,7 @@ def test_a_machine_is_tuned_where_an_op_is_at_its_default_sizes(part: str, monke
 
 
 def test_network_file_system_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "file_system", lambda path, mounts: "nfs4")
+    monkeypatch.setattr(targets, "file_system", lambda path, mounts: "nfs4")
     (check,) = [c for c in doctor.check_databases() if c.level == "warn"]
     for part in ("nfs4", str(tmp_path / "user.db"), "TUNEDCOMM_DB_PATH", "PostgreSQL"):
         assert part in check.detail

@@ -22,10 +22,11 @@ from postgres import PostgresServer
 from sqlalchemy import event, make_url
 from transfer_samples import change, rows_of
 
-from tunedcomm.db import engine, layers
-from tunedcomm.db.engine import file_system, is_immutable, network_of, retry
+from tunedcomm.db import engine, layers, targets
+from tunedcomm.db.engine import retry
 from tunedcomm.db.layers import Layer, load_snapshot, writable_database
 from tunedcomm.db.store import Database
+from tunedcomm.db.targets import file_system, is_immutable, network_of
 from tunedcomm.errors import (
     DatabaseAccessError,
     DatabaseAwayError,
@@ -152,7 +153,7 @@ def test_what_counts_as_a_network(
 ) -> None:
     for kind in kinds:
         monkeypatch.delenv("TUNEDCOMM_DB_NETWORK", raising=False)
-        monkeypatch.setattr(engine, "file_system", lambda path, mounts, kind=kind: kind)
+        monkeypatch.setattr(targets, "file_system", lambda path, mounts, kind=kind: kind)
         assert network_of(tmp_path) == (kind if is_network else "")
         monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "no")
         assert network_of(tmp_path) == ""
@@ -163,7 +164,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user database with one trial, which from here on lies on NFS."""
     monkeypatch.setattr(layers, "packaged_databases", list)
     path = Path(record(tmp_path / "user.db", trial(final=True)))
-    monkeypatch.setattr(engine, "file_system", lambda path, mounts: "nfs4")
+    monkeypatch.setattr(targets, "file_system", lambda path, mounts: "nfs4")
     return path
 
 

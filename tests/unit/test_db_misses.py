@@ -17,8 +17,8 @@ from cli_samples import real_trial
 from db_samples import H200, START, problem, row
 
 from tunedcomm import kernels, spec
-from tunedcomm.db import engine
 from tunedcomm.db import misses as miss_log
+from tunedcomm.db import targets
 from tunedcomm.db.misses import Miss, append, compact, log_path, read
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.dispatcher import decide
@@ -166,7 +166,7 @@ def test_compacting_leaves_out_what_is_tuned(path: Path) -> None:
 
 def test_where_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data"
-    monkeypatch.setattr(engine.platformdirs, "user_data_dir", lambda *_, **__: str(data))
+    monkeypatch.setattr(targets.platformdirs, "user_data_dir", lambda *_, **__: str(data))
     assert log_path() == tmp_path / "misses.jsonl", "beside the user database"
     monkeypatch.setenv("TUNEDCOMM_DB", "postgresql+psycopg://host/name")
     assert log_path() == data / "misses.jsonl"

@@ -439,8 +439,8 @@ def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     Example: tunedcomm db check --db cluster.db
     """
     from tunedcomm import kernels
-    from tunedcomm.db.engine import parse_target
     from tunedcomm.db.maintenance import check_database
+    from tunedcomm.db.targets import parse_target
     from tunedcomm.kernels import source_hash_of
 
     kernels.discover()

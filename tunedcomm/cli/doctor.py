@@ -150,8 +150,8 @@ def check_symmetric_memory() -> Iterator[Line]:
 
 def check_databases() -> Iterator[Line]:
     """Every layer: its content, and whether it can be read and lies where SQLite is safe."""
-    from tunedcomm.db.engine import parse_target, refuse_network
     from tunedcomm.db.layers import all_layers, is_absent, named_layers
+    from tunedcomm.db.targets import parse_target, refuse_network
 
     try:
         named_layers()
@@ -195,7 +195,8 @@ def _is_writable(path: Path) -> bool:
 
 
 def _is_unused(target: str) -> bool:
-    from tunedcomm.db.engine import is_unused, parse_target
+    from tunedcomm.db.engine import is_unused
+    from tunedcomm.db.targets import parse_target
 
     try:
         return is_unused(parse_target(target))

@@ -11,9 +11,9 @@ import contextlib
 import json
 from typing import Any, get_args
 
-from tunedcomm.db.engine import warn_once
 from tunedcomm.db.misses import beside_user_database, lines_with, write_lines
-from tunedcomm.db.records import canonical_json, parse_problem, text_of
+from tunedcomm.db.targets import warn_once
+from tunedcomm.db.values import canonical_json, parse_problem, text_of
 from tunedcomm.errors import ConfigError, DatabaseAccessError
 from tunedcomm.hardware import Environment, kernel_identity, process_start, this_process
 from tunedcomm.selection.snapshot import Check, CheckStatus, Snapshot

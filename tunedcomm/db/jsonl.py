@@ -20,8 +20,9 @@ from sqlalchemy import Boolean, Connection, Float
 
 from tunedcomm.db import query
 from tunedcomm.db import records as parse
-from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial, canonical_json, config_digest
+from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial, config_digest
 from tunedcomm.db.schema import HEAD, REVISIONS, Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.db.values import canonical_json, check_digest, parse_problem, refuse_constant
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem, format_shape
@@ -162,7 +163,7 @@ def _parse_line(text: bytes) -> Line:
         raise ValueError(f"it is longer than {_MAX_LINE} bytes")
     if not text.endswith(b"\n"):
         raise ValueError("it is cut off")
-    line = json.loads(text, parse_constant=parse.refuse_constant)
+    line = json.loads(text, parse_constant=refuse_constant)
     if not isinstance(line, dict):
         raise ValueError(f"it is no JSON object: {text!r:.80}")
     return line
@@ -193,12 +194,12 @@ class _Parser:
         match line.get("kind"):
             case "environment":
                 environment = parse.parse_environment(_values(EnvironmentRow, line, "kind", "environment"))
-                parse.check_digest(line.get("environment"), environment.digest)
+                check_digest(line.get("environment"), environment.digest)
                 self._known["environment"][environment.digest] = environment
                 return environment
             case "run":
                 run = Run(id=len(self._known["run"]) + 1, **_values(RunRow, line, "kind", "run"))
-                parse.check_digest(line.get("run"), _key(run))
+                check_digest(line.get("run"), _key(run))
                 self._known["run"][_key(run)] = run
                 return run
             case "variant":
@@ -236,7 +237,7 @@ class _Parser:
         if not isinstance(plain, dict):
             raise ValueError(f"problem is not an object: {plain!r:.80}")
         if (text := canonical_json(plain)) not in self._problems:
-            self._problems[text] = parse.parse_problem(_values(ProblemRow, plain))
+            self._problems[text] = parse_problem(_values(ProblemRow, plain))
         values["problem"] = self._problems[text]
         values["environment"] = self._find("environment", line.get("environment"))
         return values

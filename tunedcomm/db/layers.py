@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from tunedcomm import settings
-from tunedcomm.db.engine import BUSY_TIMEOUT_S, data_directory, parse_target, refuse_network, warn_once
 from tunedcomm.db.snapshot import Fetched, build_snapshot, fetch
 from tunedcomm.db.store import Database
+from tunedcomm.db.targets import BUSY_TIMEOUT_S, data_directory, parse_target, refuse_network, warn_once
 from tunedcomm.errors import DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.snapshot import Snapshot, gc_paused

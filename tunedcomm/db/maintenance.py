@@ -22,12 +22,24 @@ from sqlalchemy import Connection, func, select
 
 from tunedcomm.db import engine, query
 from tunedcomm.db import records as parse
-from tunedcomm.db.engine import BUSY_TIMEOUT_S, Target, num_bytes, parse_target, translated, warn_once
+from tunedcomm.db.engine import translated
 from tunedcomm.db.layers import Layer
-from tunedcomm.db.records import Reader, Skipped, StoredVariant, Trial, canonical_json, was_tried
+from tunedcomm.db.records import Reader, Skipped, StoredVariant, Trial, was_tried
 from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.snapshot import needed_trials, winners_of
 from tunedcomm.db.store import Database
+from tunedcomm.db.targets import (
+    BUSY_TIMEOUT_S,
+    Target,
+    is_immutable,
+    leftovers,
+    network_of,
+    num_bytes,
+    parse_target,
+    prepare_file,
+    warn_once,
+)
+from tunedcomm.db.values import canonical_json, time_of
 from tunedcomm.errors import (
     ConfigError,
     DatabaseAccessError,
@@ -97,7 +109,7 @@ def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]
     where, found, part = parse_target(target), list[Finding](), "file"
     try:
         if where.path is not None:
-            engine.prepare_file(where.path, create=False)
+            prepare_file(where.path, create=False)
             found += _surroundings(where.path)
             part = "integrity"
             found += _integrity(where, where.path)
@@ -120,7 +132,7 @@ def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]
 def _surroundings(path: Path) -> list[Finding]:
     """Findings about the files beside a database, its permissions and its file system."""
     sides, rights = [], []
-    for side in engine.leftovers(path):
+    for side in leftovers(path):
         text = f"{side.name} holds {side.stat().st_size} bytes: a process has the database open, or one was killed"
         mend = f"nothing while one has; the next command that writes folds it in. Never move {path.name} without it"
         sides.append(Finding("side files", "warn", text, mend))
@@ -134,7 +146,7 @@ def _surroundings(path: Path) -> list[Finding]:
             text = f"every user may change {place}, and with it which kernels run for others"
             rights.append(Finding("permissions", "warn", text, f"chmod o-w {place}"))
     system = Finding("file system", "ok", "local to this host")
-    if kind := engine.network_of(path):
+    if kind := network_of(path):
         text = f"{path} lies on a network file system ({kind}), where SQLite's locks do not hold between hosts"
         system = Finding("file system", "warn", text, "only read it, as a site database")
     may = "it can be read and written" if writable and folder else "it can be read, not written"
@@ -151,7 +163,7 @@ def _integrity(where: Target, path: Path) -> list[Finding]:
     Raises:
         DatabaseCorruptError: the file is damaged: its rows mean nothing.
     """
-    with engine.connected(where, readonly=True, immutable=engine.is_immutable(path)) as connection:
+    with engine.connected(where, readonly=True, immutable=is_immutable(path)) as connection:
         faults = connection.exec_driver_sql(f"PRAGMA integrity_check({_MAX_FAULTS})").scalars().all()
         if faults != ["ok"]:
             raise DatabaseCorruptError(f"SQLite finds it damaged: {'; '.join(map(str, faults))[:600]}")
@@ -571,7 +583,7 @@ def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
             group.unknown += row.trials if current is None else 0
             group.stale += row.trials if current is False else 0
             with contextlib.suppress(ValueError):  # no time can be read
-                first, last = parse.time_of(row.first), parse.time_of(row.last)
+                first, last = time_of(row.first), time_of(row.last)
                 group.oldest, group.newest = min(group.oldest or first, first), max(group.newest or last, last)
         for key, world_size in sorted({(key, problems[problem].world_size) for key, problem in ran}):
             environment, catalog = environments[key], Registered(limits_for(environments[key], world_size), source_hash)

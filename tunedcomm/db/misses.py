@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tunedcomm import settings
-from tunedcomm.db.engine import data_directory, parse_target
 from tunedcomm.db.layers import user_database
-from tunedcomm.db.records import canonical_json, int_of, parse_problem, text_of, time_of
+from tunedcomm.db.targets import data_directory, parse_target
+from tunedcomm.db.values import canonical_json, int_of, parse_problem, text_of, time_of
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import HARD_FIELDS
 from tunedcomm.spec import NumericsPolicy, Problem, format_shape

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Select, String, Table, func, s
 from tunedcomm.db import records as parse
 from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.db.values import id_of, parse_problem
 from tunedcomm.hardware import HARD_FIELDS, Environment
 from tunedcomm.spec import Problem
 
@@ -44,7 +45,7 @@ def _load(
     # All at once: the deadline of a query does not count the parsing.
     for row in connection.execute(select(*map(raw, columns)).where(*where).order_by(columns.id)).mappings().all():
         try:
-            found[parse.id_of(row["id"])] = parser(row)
+            found[id_of(row["id"])] = parser(row)
         except ValueError as error:
             reader.skipped.add(model.__tablename__, row["id"], error)
     return found
@@ -57,7 +58,7 @@ def load_environments(connection: Connection, reader: Reader, *where: Any) -> di
 
 def load_problems(connection: Connection, reader: Reader, *where: Any) -> dict[int, Problem]:
     """Stored problems by id."""
-    return _load(connection, ProblemRow, where, parse.parse_problem, reader)
+    return _load(connection, ProblemRow, where, parse_problem, reader)
 
 
 def load_problems_by_id(connection: Connection, ids: Iterable[object], reader: Reader) -> dict[int, Problem]:
@@ -92,7 +93,7 @@ def trials(connection: Connection, reader: Reader, *where: Any) -> list[Trial]:
         values = reader.trial(row)
         values |= {
             "config": dict(values["config"]),
-            "run_id": None if row["run_id"] is None else parse.id_of(row["run_id"]),
+            "run_id": None if row["run_id"] is None else id_of(row["run_id"]),
         }
         values |= {"variant": variant.name, "numerics": variant.numerics, "source_hash": variant.source_hash}
         return Trial(problem=problem, environment=environment, id=row["id"], **values)

@@ -5,19 +5,29 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
-from typing import Any, Literal, NoReturn, TypeAlias, get_args
+from datetime import datetime, timedelta
+from typing import Any, Literal, TypeAlias, get_args
 
 from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, Text
 
 from tunedcomm.db.rekey import current_hash
-from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, TrialRow, UtcDateTime, VariantRow
+from tunedcomm.db.schema import Base, EnvironmentRow, TrialRow, UtcDateTime, VariantRow
+from tunedcomm.db.values import (
+    canonical_json,
+    check_digest,
+    flag_of,
+    id_of,
+    int_of,
+    refuse_constant,
+    text_of,
+    time_of,
+    utc_now,
+)
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, Numerics, Problem, parse_shape
+from tunedcomm.spec import Candidate, Numerics, Problem
 
 Status: TypeAlias = Literal["ok", "infeasible", "compile_error", "incorrect", "crashed", "hung", "pruned"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -31,16 +41,6 @@ _NUMERICS: tuple[str, ...] = get_args(Numerics)
 def was_tried(status: str) -> bool:
     """True if commands count the trial: an infeasible candidate never ran."""
     return status != "infeasible"
-
-
-def utc_now() -> datetime:
-    """Now, aware, in UTC."""
-    return datetime.now(timezone.utc)
-
-
-def canonical_json(value: object) -> str:
-    """The one JSON text of `value`: keys sorted, no blanks, no NaN or infinity."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def config_digest(config: Mapping[str, Value]) -> str:
@@ -163,8 +163,6 @@ _AHEAD = timedelta(days=1)
 # A thousandth of a nanosecond, and two weeks: selection multiplies and divides times, which makes none between these
 # bounds 0 or infinite.
 LEAST_US, MOST_US = 1e-6, 1e12
-_MAX_TEXT = 100_000
-_SHAPE = re.compile("([0-9]{1,18}(x[0-9]{1,18}){0,15})?")  # extents of less than 63 bits
 
 
 @dataclass(slots=True)
@@ -186,44 +184,6 @@ class Skipped:
     def first(self) -> str:
         """The first row, with its reason; empty if there is none."""
         return next((f"{table} {id_}: {why}" for (table, id_), why in self.rows.items()), "")
-
-
-def refuse_constant(text: str) -> NoReturn:
-    """Raise ValueError; `json.loads` accepts NaN and Infinity unless this is its `parse_constant`."""
-    raise ValueError(f"{text} is not JSON")
-
-
-def text_of(value: object, name: str) -> str:
-    """`value`, checked to be a text of at most `_MAX_TEXT` characters."""
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is not a text: {value!r:.80}")
-    if len(value) > _MAX_TEXT:
-        raise ValueError(f"{name} is too long: {len(value)} characters, at most {_MAX_TEXT}")
-    return value
-
-
-def int_of(value: object, name: str, *, low: int = 0, below: int = 2**31) -> int:
-    """`value`, checked to be an integer from `low` to below `below`; a boolean is refused."""
-    if type(value) is not int or not low <= value < below:
-        raise ValueError(f"{name} is not an integer >= {low} of {below.bit_length()} bits: {value!r:.80}")
-    return value
-
-
-def id_of(value: object, name: str = "id") -> int:
-    """A row id."""
-    return int_of(value, name, low=-(2**63), below=2**63)
-
-
-def time_of(value: object, name: str = "time") -> datetime:
-    """`value` as an aware time in UTC; SQLite returns text, other drivers a datetime."""
-    if isinstance(value, str):
-        value = datetime.fromisoformat(value)
-    if not isinstance(value, datetime):
-        raise ValueError(f"{name} is not a time: {value!r:.80}")
-    try:
-        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
-    except OverflowError:
-        raise ValueError(f"{name} is not a time that UTC knows: {value}") from None
 
 
 def check_one_of(value: object, allowed: Sequence[str], name: str) -> None:
@@ -254,6 +214,7 @@ def own_columns(model: type[Base]) -> tuple[Column[Any], ...]:
 
 _CHECKS: Mapping[type, Callable[[Any, str], Any]] = {
     BigInteger: id_of,
+    Boolean: flag_of,
     Integer: int_of,
     Text: text_of,
     UtcDateTime: time_of,
@@ -267,10 +228,6 @@ def typed(column: Column[Any], value: Any) -> Any:
         if not column.nullable:
             raise ValueError(f"{name} is missing")
         return None
-    if kind is Boolean:  # which SQLite stores as an integer
-        if value not in (0, 1):
-            raise ValueError(f"{name} is not a boolean: {value!r:.80}")
-        return bool(value)
     if kind is Float:
         is_number = type(value) in (int, float)
         if name in LATENCIES and not (is_number and LEAST_US <= value <= MOST_US):
@@ -305,27 +262,11 @@ def parse_config(value: object) -> dict[str, Value]:
     return config
 
 
-def parse_problem(row: Mapping[str, Any]) -> Problem:
-    """The problem of a row, checked like any other; `digest` is checked where the row has one."""
-    values = parse_row(ProblemRow, row)
-    if not _SHAPE.fullmatch(values["shape"]):
-        raise ValueError(f"shape is not up to 16 numbers of up to 18 digits: {values['shape']:.80}")
-    problem = Problem(**{**values, "shape": parse_shape(values["shape"]) if values["shape"] else ()})
-    check_digest(row.get("digest", problem.digest), problem.digest)
-    return problem
-
-
 def parse_environment(row: Mapping[str, Any]) -> Environment:
     """The environment of a row; `digest` is checked where the row has one."""
     environment = Environment.from_dict(parse_row(EnvironmentRow, row))
     check_digest(row.get("digest", environment.digest), environment.digest)
     return environment
-
-
-def check_digest(stored: Any, digest: str) -> None:
-    """Raise ValueError unless the fields have the stored digest."""
-    if stored != digest:
-        raise ValueError(f"its digest is {stored!r:.80}, and its fields have the digest {digest!r}")
 
 
 def parse_variant(row: Mapping[str, Any]) -> StoredVariant:

@@ -19,6 +19,7 @@ from tunedcomm.db import records as parse
 from tunedcomm.db.query import BEST_OF_VARIANT, load_problems_by_id, load_variants, raw, table
 from tunedcomm.db.records import DANGEROUS, Pin, Reader, Trial
 from tunedcomm.db.schema import PinRow, ProblemRow, TrialRow, VariantRow
+from tunedcomm.db.values import id_of
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.selection.interpolate import problems_to_load
 from tunedcomm.selection.score import quiet_rows
@@ -151,7 +152,7 @@ def _parsed(connection: Connection, reader: Reader, *where: Any) -> Iterator[tup
                 "candidate": reader.candidate(problem.op, variant.name, row.config),
                 "source_hash": variant.source_hash,
                 "created_at": values["created_at"].isoformat(),
-                "trial_id": parse.id_of(row.id),
+                "trial_id": id_of(row.id),
             }
         except ValueError as error:
             reader.skipped.add("trial", row.id, error)

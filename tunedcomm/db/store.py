@@ -14,8 +14,18 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, Engine, delete, fu
 
 from tunedcomm.db import engine, query
 from tunedcomm.db import records as parse
-from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial, canonical_json, utc_now
+from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.db.targets import (
+    BUSY_TIMEOUT_S,
+    Target,
+    is_immutable,
+    parse_target,
+    prepare_file,
+    refuse_network,
+    warn_once,
+)
+from tunedcomm.db.values import canonical_json, utc_now
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import DTYPES, Candidate, Problem, format_shape
@@ -46,9 +56,7 @@ class Database:
         schema_version: the schema revision.
     """
 
-    def __init__(
-        self, target: engine.Target, made: Engine, *, readonly: bool, patience_s: float, stamp: object
-    ) -> None:
+    def __init__(self, target: Target, made: Engine, *, readonly: bool, patience_s: float, stamp: object) -> None:
         self._target = target
         self._engine = made
         self._patience_s = patience_s
@@ -67,7 +75,7 @@ class Database:
         create: bool = False,
         readonly: bool = False,
         immutable: bool | None = None,
-        busy_timeout_s: float = engine.BUSY_TIMEOUT_S,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
         patience_s: float = 0.0,
     ) -> Database:
         """Open a database; a writable one is upgraded to the newest schema.
@@ -90,16 +98,16 @@ class Database:
             DatabaseBusyError: locked by another writer for longer than `busy_timeout_s`.
             DatabaseAwayError: the server does not answer.
         """
-        where = engine.parse_target(target)
+        where = parse_target(target)
         readonly = readonly or bool(immutable)
         if readonly and create:
             raise ValueError("create=True needs a database that can be written; leave readonly and immutable out")
         stamp = None
         if where.path is not None:
             if not readonly:
-                engine.refuse_network(where.path)
-            engine.prepare_file(where.path, create=create)
-            if readonly and immutable is None and (immutable := engine.is_immutable(where.path)):
+                refuse_network(where.path)
+            prepare_file(where.path, create=create)
+            if readonly and immutable is None and (immutable := is_immutable(where.path)):
                 stamp = _stamp(where.path)
         made = engine.make_engine(where, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
         opened = cls(where, made, readonly=readonly, patience_s=patience_s, stamp=stamp)
@@ -205,7 +213,7 @@ class Database:
     def warn_skipped(self, reader: Reader) -> None:
         """Log once what could not be read; the process goes on without these rows."""
         if reader.skipped.count:
-            engine.warn_once(
+            warn_once(
                 f"{self._target}: skipped rows that make no sense, the first: {reader.skipped.first}. `tunedcomm db "
                 "check` lists them",
                 about=f"skipped rows of {self._target}",

@@ -32,12 +32,14 @@ from sqlalchemy import (
 )
 
 from tunedcomm.db import query
-from tunedcomm.db.engine import Target, connected, create_file, parse_target
+from tunedcomm.db.engine import connected, create_file
 from tunedcomm.db.jsonl import Record, is_jsonl, read_lines
 from tunedcomm.db.query import table
-from tunedcomm.db.records import Pin, Reader, Run, Skipped, Trial, canonical_json, own_columns
+from tunedcomm.db.records import Pin, Reader, Run, Skipped, Trial, own_columns
 from tunedcomm.db.schema import PinRow, RunRow, TrialRow, VariantRow
 from tunedcomm.db.store import Database, get_or_create, trial_rows
+from tunedcomm.db.targets import Target, parse_target
+from tunedcomm.db.values import canonical_json
 from tunedcomm.errors import DatabaseCorruptError
 
 _BATCH = 2000

@@ -26,16 +26,18 @@ from typing import Any, Literal, TextIO, TypeAlias, get_args
 from sqlalchemy import Connection, delete, func, insert, select
 
 from tunedcomm.db.diff import Comparison, StoredCatalog, compare
-from tunedcomm.db.engine import connected, create_file, ensure_schema, leftovers, parse_target, prepare_file
+from tunedcomm.db.engine import connected, create_file, ensure_schema
 from tunedcomm.db.jsonl import lines
 from tunedcomm.db.layers import identity_of
 from tunedcomm.db.manifest import make_manifest, manifest_path, verify_manifest
 from tunedcomm.db.query import table
-from tunedcomm.db.records import Skipped, canonical_json
+from tunedcomm.db.records import Skipped
 from tunedcomm.db.schema import PinRow, TrialRow
 from tunedcomm.db.snapshot import keep_needed
 from tunedcomm.db.store import Database
 from tunedcomm.db.stream import Absorbed, absorb
+from tunedcomm.db.targets import leftovers, parse_target, prepare_file
+from tunedcomm.db.values import canonical_json
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 
 Form: TypeAlias = Literal["sqlite", "jsonl"]

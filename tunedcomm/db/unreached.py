@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from tunedcomm.db.engine import warn_once
 from tunedcomm.db.misses import beside_user_database, lines_with, write_lines
-from tunedcomm.db.records import canonical_json, parse_problem
+from tunedcomm.db.targets import warn_once
+from tunedcomm.db.values import canonical_json, parse_problem
 from tunedcomm.errors import ConfigError, DatabaseAccessError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Problem, format_shape

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels, settings
-from tunedcomm.db.engine import warn_once
+from tunedcomm.db.targets import warn_once
 from tunedcomm.errors import AgreementError, WorkspaceError
 from tunedcomm.kernels.common import sync
 from tunedcomm.selection.snapshot import gc_paused

@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from tunedcomm import kernels
 from tunedcomm.db.checks import with_checks
-from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import Layer, LayerFingerprint, differences, layer_fingerprints, load_snapshot
 from tunedcomm.db.misses import Counter, Note
+from tunedcomm.db.targets import warn_once
 from tunedcomm.dispatch.agreement import (
     AgreedSettings,
     agree,

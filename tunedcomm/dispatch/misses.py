@@ -17,9 +17,9 @@ from pathlib import Path
 
 from tunedcomm import settings
 from tunedcomm.db import misses as miss_log
-from tunedcomm.db.engine import warn_once
 from tunedcomm.db.misses import Counter, HardKey, Note
-from tunedcomm.db.records import utc_now
+from tunedcomm.db.targets import warn_once
+from tunedcomm.db.values import utc_now
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import DatabaseAccessError

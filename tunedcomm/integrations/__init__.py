@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import tunedcomm.kernels  # noqa: F401 - chooses Triton's interpreter before a module here imports Inductor
 from tunedcomm import settings
-from tunedcomm.db.engine import warn_once
+from tunedcomm.db.targets import warn_once
 from tunedcomm.errors import UnsupportedVersionError
 
 _OLDEST = (2, 11)

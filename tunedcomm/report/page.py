@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup
 
-from tunedcomm.db.records import utc_now
+from tunedcomm.db.values import utc_now
 from tunedcomm.errors import MissingPackageError, printable
 from tunedcomm.report.data import Material
 from tunedcomm.report.figures import MARKS, Figure, Table, label, sections

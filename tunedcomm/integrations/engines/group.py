@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from tunedcomm import ops  # noqa: F401 - fills `paths`
-from tunedcomm.db.engine import warn_once
+from tunedcomm.db.targets import warn_once
 from tunedcomm.dispatch.launches import may_intercept, no_intercept
 from tunedcomm.errors import TunedCommError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch

@@ -26,9 +26,10 @@ from typing import Any
 from sqlalchemy import Connection, Delete, bindparam, delete, func, select, type_coerce, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from tunedcomm.db.records import Reader, Trial, canonical_json
+from tunedcomm.db.records import Reader, Trial
 from tunedcomm.db.schema import ClaimRow, ProblemRow, TrialRow, UtcDateTime
 from tunedcomm.db.store import Database
+from tunedcomm.db.values import canonical_json
 from tunedcomm.errors import DatabaseError
 from tunedcomm.hardware import kernel_identity, process_start
 from tunedcomm.spec import Candidate, Problem

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import cast
 
-from tunedcomm.db.engine import warn_once
 from tunedcomm.db.records import Status, Trial, was_tried
+from tunedcomm.db.targets import warn_once
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant

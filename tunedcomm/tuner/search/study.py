@@ -19,9 +19,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy import make_url
 
-from tunedcomm.db.engine import data_directory, warn_once
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
+from tunedcomm.db.targets import data_directory, warn_once
 from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, SuggestsCategorical, Value
 from tunedcomm.spec import (

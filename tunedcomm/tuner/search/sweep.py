@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from tunedcomm import kernels
-from tunedcomm.db.records import Trial, canonical_json
+from tunedcomm.db.records import Trial
 from tunedcomm.db.snapshot import winners_of
 from tunedcomm.db.store import Database
+from tunedcomm.db.values import canonical_json
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.select import Registered
 from tunedcomm.spec import Candidate, Limits, Problem, get_op, get_variant, variants
