@@ -13,15 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tunedcomm import settings
-from tunedcomm.db.snapshot import Fetched, build_snapshot, fetch
-from tunedcomm.db.store import Database
 from tunedcomm.db.targets import BUSY_TIMEOUT_S, data_directory, parse_target, refuse_network, warn_once
 from tunedcomm.errors import DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.snapshot import Snapshot, gc_paused
 from tunedcomm.spec import Problem
+
+if TYPE_CHECKING:
+    from tunedcomm.db.snapshot import Fetched
+    from tunedcomm.db.store import Database
 
 # WAL lets readers read beside a writer: only a stuck file system takes longer.
 _READ_TIMEOUT_S = 5.0
@@ -43,6 +46,8 @@ class Layer:
 
     def open(self, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
         """The database, open for reading; what ships with the package cannot change while it is open."""
+        from tunedcomm.db.store import Database
+
         immutable = True if self.name == "packaged" else None
         return Database.open(self.target, readonly=True, immutable=immutable, busy_timeout_s=busy_timeout_s)
 
@@ -163,22 +168,41 @@ def load_snapshot(
         like: keep only what the choice for this problem may depend on, which takes a fraction of the time. Such a
             snapshot answers for this problem alone.
     """
+    read = all_layers() if layers is None else layers
+    snapshot, _ = merge(environment, world_size, read, strict=strict, borrow=borrow, like=like)
+    for note in snapshot.notes:
+        warn_once(note)
+    return snapshot
+
+
+def merge(
+    environment: Environment,
+    world_size: int,
+    layers: Sequence[Layer],
+    *,
+    strict: bool = False,
+    borrow: Sequence[str] = (),
+    like: Problem | None = None,
+) -> tuple[Snapshot, bool]:
+    """The snapshot of `load_snapshot`, and whether every layer that exists was read whole."""
+    from tunedcomm.db.snapshot import build_snapshot, fetch
+
     found: list[Fetched] = []
+    is_whole = True
     read = partial(fetch, environment=environment, world_size=world_size, borrow=borrow, like=like)
     with gc_paused():
-        for rank, layer in enumerate(all_layers() if layers is None else layers):
+        for rank, layer in enumerate(layers):
             try:
                 if strict or not is_absent(layer):
                     found.append(_read(layer, partial(read, layer=layer.name, layer_rank=rank)))
             except Exception as error:
                 if strict:
                     raise
+                is_whole = False
                 kind = "" if isinstance(error, DatabaseError) else f"{type(error).__name__}: "
                 warn_once(f"tuning database left out ({layer.name}): {kind}{error}")
         snapshot = build_snapshot(environment, world_size, found, borrow)
-    for note in snapshot.notes:
-        warn_once(note)
-    return snapshot
+    return snapshot, is_whole and not any(each.num_skipped for each in found)
 
 
 def _read(layer: Layer, read: Callable[..., Fetched]) -> Fetched:

@@ -230,7 +230,10 @@ def _failed_trials(
 
 
 class Fetched(NamedTuple):
-    """The rows of one database that a snapshot needs; `lent_failures` are of hardware that may stand in."""
+    """The rows of one database that a snapshot needs.
+
+    `lent_failures` are of hardware that may stand in; `num_skipped` counts invalid rows.
+    """
 
     layer: str
     layer_rank: int
@@ -239,6 +242,7 @@ class Fetched(NamedTuple):
     lent_failures: list[_Failed]
     pins: list[Pin]
     loans: Mapping[Environment, str | None]
+    num_skipped: int = 0
 
 
 def fetch(
@@ -266,7 +270,7 @@ def fetch(
         failures.append(_failed_trials(*arguments, like) if environments else [])
     pins = query.pins(connection, reader, PinRow.environment_id.in_(list(local)))
     pins = [pin for pin in pins if pin.problem.world_size == world_size]
-    return Fetched(layer, layer_rank, rows, failures[0], failures[1], pins, found)
+    return Fetched(layer, layer_rank, rows, failures[0], failures[1], pins, found, reader.skipped.count)
 
 
 # Building

@@ -199,8 +199,11 @@ def network_of(path: Path) -> str:
 
     TUNEDCOMM_DB_NETWORK=no trusts them anywhere.
     """
-    if settings.db_network() == "no":
-        return ""
+    return "" if settings.db_network() == "no" else network_below(path)
+
+
+def network_below(path: Path) -> str:
+    """The network file system that holds `path`, or "" for a local or unknown one."""
     try:
         # Resolving symbolic links first also mounts what an automounter has in waiting.
         resolved = os.path.realpath(path)

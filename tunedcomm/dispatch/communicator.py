@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from tunedcomm import kernels
 from tunedcomm.db.checks import with_checks
+from tunedcomm.db.kept import kept_snapshot
 from tunedcomm.db.layers import Layer, LayerFingerprint, differences, layer_fingerprints, load_snapshot
 from tunedcomm.db.misses import Counter, Note
 from tunedcomm.db.targets import warn_once
@@ -326,8 +327,12 @@ class Communicator:
         def load() -> tuple[Snapshot | None, tuple[LayerFingerprint, ...]]:
             if self.rank != 0:
                 return None, layer_fingerprints()
-            read = partial(load_snapshot, self.environment, self.world_size, borrow=self.settings.borrow)
-            return with_checks(read(layers=find())), layer_fingerprints()
+            borrow, sources = self.settings.borrow, self.settings.sources
+            if (layers := find()) is None:
+                found = kept_snapshot(self.environment, self.world_size, borrow=borrow, sources=sources)
+            else:
+                found = load_snapshot(self.environment, self.world_size, layers=layers, borrow=borrow)
+            return with_checks(found), layer_fingerprints()
 
         theirs = on_every_rank(self.group, "load the tuning databases", load)
         seen = [each for _, each in theirs]

@@ -261,7 +261,44 @@ class Snapshot:
         return Snapshot, contents
 
     def _digest(self) -> str:
-        """SHA-256 over each table by column, with values that repeat as numbers into one list of each kind."""
+        text = json.dumps(self._contents(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: all but the checks, with the digest."""
+        contents = self._contents()
+        contents["rows"]["trial_id"] = [row.trial_id for row in self.rows]
+        return {**contents, "digest": self.digest}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Snapshot:
+        """Inverse of `to_dict`; ValueError for contents of another digest, and any error for invalid values."""
+        names = [item.name for item in fields(Problem)]
+        of_problems = (dict(zip(names, values, strict=True)) for values in data["problems"])
+        shared: dict[str, list[Any]] = {
+            "environments": list(map(Environment.from_dict, data["environments"])),
+            "problems": list(map(Problem.from_dict, of_problems)),
+            "candidates": [Candidate.of(*values) for values in data["candidates"]],
+            "texts": data["texts"],
+        }
+        tables: dict[str, Any] = {}
+        for name, kind_of_row in _TABLES.items():
+            columns: dict[str, Any] = dict(data[name])
+            for column, values in columns.items():
+                if column in _SHARED:
+                    columns[column] = list(map(shared[_SHARED[column]].__getitem__, values))
+                elif column in _TIMES:
+                    columns[column] = _unpacked(values)
+            rows = zip(*columns.values(), strict=True)
+            tables[name] = tuple(kind_of_row(**dict(zip(columns, row, strict=True))) for row in rows)
+        environment = Environment.from_dict(data["environment"])
+        made = cls(environment, data["world_size"], notes=tuple(data["notes"]), **tables)
+        if made.digest != data["digest"]:
+            raise ValueError(f"the snapshot has the digest {made.digest}, and was written with {data['digest']!r:.80}")
+        return made
+
+    def _contents(self) -> dict[str, Any]:
+        """Each table by column, with values that repeat as numbers into one list of each kind; no ids of trials."""
         shared: dict[str, Numbers[Any]] = {kind: Numbers() for kind in sorted({*_SHARED.values()})}
         tables: dict[str, dict[str, Any]] = {}
         for name, kind_of_row in _TABLES.items():
@@ -275,7 +312,7 @@ class Snapshot:
                     columns[column] = _packed(list(values))
                 elif column != "trial_id":
                     columns[column] = list(values)
-        plain = {
+        return {
             "format": _FORMAT,
             "environment": self.environment.to_dict(),
             "world_size": self.world_size,
@@ -286,8 +323,6 @@ class Snapshot:
             "texts": shared["texts"].values,
             **tables,
         }
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 _TABLES: Mapping[str, type[Any]] = {"rows": Row, "pins": Pinned, "failures": Failure}
@@ -306,6 +341,11 @@ _problem_fields = attrgetter(*(item.name for item in fields(Problem)))
 def _packed(times: Sequence[float | None]) -> str:
     """Times as the hexadecimal digits of doubles: to write them as decimals takes longer than all the rest."""
     return struct.pack(f"<{len(times)}d", *(math.nan if time is None else time for time in times)).hex()
+
+
+def _unpacked(times: str) -> list[float | None]:
+    """Inverse of `_packed`."""
+    return [None if math.isnan(time) else time for (time,) in struct.iter_unpack("<d", bytes.fromhex(times))]
 
 
 class Numbers(Generic[T]):

@@ -25,19 +25,14 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import linecache
-import os
 import sys
 import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import platformdirs
-
-from tunedcomm.hardware import version_of
+from tunedcomm import cache
 from tunedcomm.spec import Variant
 
 _IGNORED: list[object] = []
@@ -75,18 +70,12 @@ def source_hash(variant: Variant) -> str:
 
 def keep_hashes() -> None:
     """Write what was computed into the user's cache directory; where that is not possible, the next start computes."""
-    if not _new:
-        return
-    _new.clear()
-    with contextlib.suppress(OSError, RuntimeError):
-        path = _cache_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_name(f"{path.name}.{os.getpid()}")
-        written.write_text(json.dumps({"state": package_state(), "hashes": _kept()}), encoding="utf-8")
-        written.replace(path)
+    if _new:
+        _new.clear()
+        cache.keep(_KEPT_AS, cache.package_state(), _kept())
 
 
-_PACKAGE = Path(__file__).resolve().parents[2]
+_KEPT_AS = "hashes"
 _new: list[str] = []  # names that the file does not have
 
 
@@ -96,30 +85,11 @@ def _is_own(function: Any) -> bool:
     return function.__module__.startswith("tunedcomm.kernels.") and getattr(held, "fn", held) is function
 
 
-def _cache_file() -> Path:
-    """A file for each place where the package is; RuntimeError if the user has no home directory."""
-    place = hashlib.sha256(str(_PACKAGE).encode()).hexdigest()[:8]
-    return Path(platformdirs.user_cache_dir("tunedcomm", appauthor=False)).expanduser() / f"hashes-{place}.json"
-
-
-@functools.cache
-def package_state() -> str:
-    """SHA-256 over place, size and time of change of this package's files, and the versions of what runs them."""
-    found = [sys.version, *map(version_of, ("triton", "torch"))]
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        there = path.stat()
-        found.append(f"{path} {there.st_size} {there.st_mtime_ns}")
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()
-
-
 @functools.cache
 def _kept() -> dict[str, str]:
     """The stored hashes, and those computed since."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError):
-        held = json.loads(_cache_file().read_text(encoding="utf-8"))
-        if held["state"] == package_state():
-            return dict(held["hashes"])
-    return {}
+    held = cache.read(_KEPT_AS, cache.package_state())
+    return dict(held) if isinstance(held, dict) else {}
 
 
 @functools.cache
