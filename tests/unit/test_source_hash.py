@@ -245,10 +245,10 @@ def test_own_hashes_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pyt
         computed = start()
         (file,) = (tmp_path / "tunedcomm").iterdir()
         held = json.loads(file.read_text())
-        planted = {**held, "hashes": dict.fromkeys(held["hashes"], "kept")}
+        planted = {**held, "value": dict.fromkeys(held["value"], "kept")}
         file.write_text(json.dumps(planted))
         assert "kept" in start().values()
-        for text in ("", "[]", "{}", json.dumps({**planted, "state": "of other sources"})):
+        for text in ("", "[]", "{}", json.dumps({**planted, "key": "of other sources"})):
             file.write_text(text)
             assert start() == computed
         monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")

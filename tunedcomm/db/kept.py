@@ -58,12 +58,12 @@ def _read(name: str, key: str) -> Snapshot | None:
 
 
 def _states(layers: Sequence[Layer]) -> list[Any] | None:
-    """Name and files of each layer, with inode, size and times of change; None if they do not tell of every change.
+    """Name and files of each layer, with inode, size and times of change; None where these do not show every change.
 
     A server has no files, and what a network file system says of a file may be old; that of shipped files never is.
     """
     try:
-        return [(layer.name, _files(layer)) for layer in layers if not is_absent(layer)]
+        return [(layer.name, [] if is_absent(layer) else _files(layer)) for layer in layers]
     except (DatabaseError, OSError, RuntimeError, ValueError):  # whoever opens the layer says so
         return None
 
@@ -73,13 +73,13 @@ def _files(layer: Layer) -> list[tuple[str, int, int, int, int]]:
     if path is None or (layer.name != "packaged" and network_below(path)):
         raise DatabaseError(f"no file says when {layer.target} changes")
     path = path.resolve()
-    found = {path: path.stat(), **{side: side.stat() for side in side_files(path)[:2] if side.exists()}}
-    # Reading makes an empty log beside a file.
-    return [
-        (str(file), there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns)
-        for file, there in found.items()
-        if file == path or there.st_size
-    ]
+    there = path.stat()
+    found = [(str(path), there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns)]
+    for side in side_files(path)[:2]:
+        # Reading makes an empty log, and gives a log of root its owner again, which counts as a change of the inode.
+        if side.exists() and (there := side.stat()).st_size:
+            found.append((str(side), there.st_ino, there.st_size, there.st_mtime_ns, 0))
+    return found
 
 
 def _newest_ns(states: Sequence[Any]) -> int:
