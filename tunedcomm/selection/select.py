@@ -42,6 +42,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.fp8 import WIRE_ERRORS
 from tunedcomm.hardware import Environment
 from tunedcomm.metrics import format_bytes, format_us
 from tunedcomm.selection.families import Family, Rows, Shape, Tables
@@ -255,6 +256,10 @@ class Decision:
         if self.ordered_us is not None and self.latency_us is not None:
             cost = self.ordered_us / self.latency_us - 1
             entries.append(("ordered", f"{self.ordered}, {format_us(self.ordered_us)} µs, {cost:+.0%}"))
+        if self.problem is not None and (errors := WIRE_ERRORS.get(self.problem.scaling)):
+            once, twice = (f"{error:.1%}" for error in errors)
+            text = f"‖e‖/‖ref‖ of normal values is {once}, and {twice} from two_shot_quantized"
+            entries.append(("wire", "nothing is quantised" if self.candidate.variant == "library" else text))
         if self.memory is not None:
             entries.append(("memory", self.memory))
         if self.problem is None or self.asked_for is None:

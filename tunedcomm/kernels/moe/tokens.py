@@ -764,6 +764,12 @@ class CombineTokensLamport(_Lamport, _Combine, registered=True):
     summary = "layouts tokens and rank, without flags: results announce themselves; best for few tokens"
     kernels = (combine_tokens_lamport_kernel,)
 
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        preferred = super().preferred_config(problem, limits)
+        if problem.layout == BY_RANK and problem.shape[0] >= 128:  # it reads a row of every expert
+            preferred |= {"num_blocks": 256, "num_warps": 8, "split": 4, "items": 1}
+        return preferred
+
     def token_bytes(self, problem: Problem) -> int:
         return problem.world_size * sizes_of(problem).row_bytes
 

@@ -200,7 +200,7 @@ class Push(RingVariant, ReduceScatterVariant, registered=True):
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         packets = packets_of(problem.nbytes)
         large = packets >= 1 << 18
-        blocks, chunks = 132 if large else min(packets / 512, 132), max(packets / (1 << 17), 1)
+        blocks, chunks = 132 if large else min(packets / 512, 132), min(max(packets / (1 << 17), 1), 32)
         return {"num_blocks": blocks, "num_warps": 16, "num_chunks": chunks, "split": large}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
