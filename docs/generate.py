@@ -255,9 +255,11 @@ def runs_of(rows: Iterable[dict[str, str]], column: str, member: str) -> dict[st
     return {value: list(by_run.values())[::-1] for value, by_run in found.items()}
 
 
-def runs(name: str, op: str, world_size: int, mode: str = "graph", dtype: str = "bfloat16") -> dict[str, list[Run]]:
+def runs(
+    name: str, op: str, world_size: int, mode: str = "graph", dtype: str = "bfloat16", **more: str
+) -> dict[str, list[Run]]:
     """Shape to the runs that measured it on plain inputs, out of place, newest first."""
-    wanted = {"op": op, "world_size": str(world_size), "mode": mode, "dtype": dtype}
+    wanted = {"op": op, "world_size": str(world_size), "mode": mode, "dtype": dtype, **more}
     rows = [row for row in rows_of(name) if wanted.items() <= row.items() and row["input_kind"] in ("", "plain")]
     rows = [row for row in rows if row["in_place"] != "True" or row["contender"] != "tuned"]
     rows.sort(key=lambda row: int(row["shape"]) if row["shape"].isdigit() else 0)
@@ -314,15 +316,48 @@ def measured(name: str, op: str, ranks: int, peers: dict[str, str], mode: str = 
 def best_others(name: str, ranks: int) -> str:
     """Medians in µs of NCCL, of the fastest contender that is not ours, and of tunedcomm, in one run each."""
     lines = []
-    for op in dict.fromkeys(row["op"] for row in rows_of(name)):
-        for run, *_ in runs(name, op, ranks, "graph").values():
-            best = min((peer for peer in run if peer != "tuned"), key=lambda peer: p50(run, peer))
+    for op, scaling in dict.fromkeys((row["op"], row["scaling"]) for row in rows_of(name)):
+        own = {"tuned", *variants(op)} - {"library"}
+        for run, *_ in runs(name, op, ranks, scaling=scaling).values():
+            best = min((peer for peer in run if peer not in own), key=lambda peer: p50(run, peer))
             times = [p50(run, contender) for contender in ("library", best, "tuned")]
             cells = [f"{time:.2f}" for time in times]
             named = "NCCL" if best == "library" else f"`{best}`"
-            lines.append([f"`{op}`", size_of(run), *cells, f"{times[1] / times[2]:.2f}", named])
+            called = f"`{op}`, {scaling}" if scaling else f"`{op}`"
+            lines.append([called, size_of(run), *cells, f"{times[1] / times[2]:.2f}", named])
     heads = dict.fromkeys(("NCCL", "best other", "tunedcomm", "best other / tunedcomm"), "r")
     return table({"op": "l", "size": "l", **heads, "it is": "l"}, lines)
+
+
+def experts_and_flashinfer() -> str:
+    """Medians in µs of dispatch and combine together, by tokens of a rank, beside FlashInfer's in the same run."""
+    held: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows_of("experts_x2_h200.csv"):
+        if row["contender"].endswith((" both", " FlashInfer")):
+            held[row["shape"].partition("x")[0]][row["contender"]] = float(row["latency_p50_us"])
+    lines = []
+    for tokens, times in held.items():
+        several = [times[f"{kind} both"] for kind in ("buffers", "plain", "contiguous")]
+        theirs = times["buffers FlashInfer"]
+        lines.append([tokens, *(f"{time:.1f}" for time in (*several, theirs)), f"{theirs / several[0]:.2f}"])
+    kinds = ("`tokens`, in buffers", "`tokens`", "`contiguous`, by rank", "FlashInfer", "FlashInfer / in buffers")
+    return table(dict.fromkeys(("tokens of a rank", *kinds), "r"), lines)
+
+
+def by_counts() -> str:
+    """Medians in µs of the ops of unequal rows beside NCCL, by most rows and skew."""
+    held: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for row in rows_of("by_counts_h200.csv"):
+        key = row["op"], row["shape"].partition("x")[0], row["config"].removeprefix("skew ")
+        held[key][row["contender"]] = float(row["latency_p50_us"])
+    lines = [
+        [f"`{op}`", most, skew, *(f"{time:.2f}" for time in (theirs, ours, theirs / ours))]
+        for (op, most, skew), times in sorted(held.items(), key=lambda item: item[0][0])
+        if op.endswith("_v")
+        for theirs, ours in [(times["library"], times["tuned"])]
+    ]
+    heads = dict.fromkeys(("most rows", "skew", "NCCL", "tunedcomm", "NCCL / tunedcomm"), "r")
+    return table({"op": "l", **heads}, lines)
 
 
 def all_reduce_host() -> str:
@@ -451,6 +486,9 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "all_reduce_rms_norm": lambda: measured(COLLECTIVES, "all_reduce_rms_norm", 4, _NORM_PEERS),
     "best others": lambda: best_others("collectives_h100.csv", 2),
+    "serving": lambda: best_others("serving_h200.csv", 2),
+    "unequal rows": by_counts,
+    "experts and FlashInfer": experts_and_flashinfer,
     "experts": lambda: measured(EXPERTS, "ep_dispatch ep_combine", 4, {"library": "NCCL and PyTorch"}),
     "fused GEMMs": lambda: measured(GEMMS, "gemm_rs ag_gemm gemm_ar", 4, _GEMM_PEERS, step=4),
     "same bits": same_bits,
