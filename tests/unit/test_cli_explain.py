@@ -58,6 +58,19 @@ def test_explain_says_on_what_evidence(stored: str) -> None:
     text = explain(stored).out
     for part in ("NVIDIA H200, 132 SMs", "lamport(", "exact", "trial 2", "4.00 µs", "14.0 µs", "3.50x", "two_shot("):
         assert part in text
+    assert "tunedcomm.kernels.all_reduce.lamport" in text
+
+
+def test_explain_says_what_a_wire_costs(tmp_path: Path) -> None:
+    """In accuracy, beside the time; nothing where the library runs."""
+    wire, path = ("--scaling", "fp8_group128"), tmp_path / "wires.db"
+    assert "nothing is quantised" in explain(record(path, LIBRARY), *wire).out
+    assert "quantised" not in explain(str(path)).out
+    problem = replace(PROBLEM, scaling="fp8_group128")
+    record(
+        path, *(real_trial(name, us, problem=problem) for name, us in (("library", 14.0), ("one_shot_quantized", 4.0)))
+    )
+    assert "is 2.6%, and 3.6% from two_shot_quantized" in explain(str(path), *wire).out
 
 
 def test_explain_says_where_the_mode_makes_a_call_raise(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +95,9 @@ def test_explain_says_what_the_same_bits_cost(tmp_path: Path) -> None:
 def test_explain_says_why_others_were_passed_over(stored: str) -> None:
     """With --all; but no variant that never runs on that machine."""
     few = explain(stored).out.splitlines()
-    assert len(few) == 4
-    assert "--all" in few[3]
-    told = dict(line.split(maxsplit=1) for line in explain(stored, "--all").out.splitlines()[3:])
+    assert len(few) == 5
+    assert "--all" in few[4]
+    told = dict(line.split(maxsplit=1) for line in explain(stored, "--all").out.splitlines()[4:])
     assert "14.0 µs" in told["library"]
     assert "pruned" in told["two_shot_lamport"]
     assert "no trial" in told["one_shot"]

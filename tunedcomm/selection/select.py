@@ -252,7 +252,12 @@ class Decision:
         why = self.why.replace(str(self.candidate), "it")
         if self.problem is not None and self.library_us is not None and self.candidate.variant != "library":
             why += "; the library's time includes its copy" * get_op(self.problem.op).library_copies(self.problem)
+        variant = find_variant(self.candidate.op, self.candidate.variant)
+        functions = [kernel.fn for kernel in getattr(variant, "kernels", ())]
+        modules = dict.fromkeys(function.__module__ for function in functions)
         entries = [("runs", str(self.candidate)), (self.source, why)]
+        if functions:
+            entries.append(("kernels", f"{', '.join(each.__name__ for each in functions)} in {', '.join(modules)}"))
         if self.ordered_us is not None and self.latency_us is not None:
             cost = self.ordered_us / self.latency_us - 1
             entries.append(("ordered", f"{self.ordered}, {format_us(self.ordered_us)} µs, {cost:+.0%}"))
