@@ -23,6 +23,7 @@ FP8_WIRE, INT8_WIRE = WIRES = ("fp8_group128", "int8_group128")
 # ‖e‖ / ‖ref‖ of sums of normal values that are quantised once, and, by two_shot_quantized, twice.
 WIRE_ERRORS = {FP8_WIRE: (0.026, 0.036), INT8_WIRE: (0.007, 0.009)}
 GROUP = 128  # elements that share a scale: of wires, and of a row where quantize is group128
+SCALE_BYTES = 4  # of a group on a wire
 LEAST_SCALE, MOST_SCALE = 2.0**-126, 8454659 * 2.0**98  # of wires: the largest fp32 / 127, rounded down
 
 

@@ -15,7 +15,7 @@ from cli_samples import run
 from quick import some
 
 from tunedcomm import kernels, spec
-from tunedcomm.bench.csv import floor_us
+from tunedcomm.bench.csv import floor_us, sent_bytes
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.maintenance import collect_stats
 from tunedcomm.db.records import Trial
@@ -195,7 +195,8 @@ def possible_us(trial: Trial) -> float:
     assert trial.environment.num_links == 18
     assert not trial.environment.multicast
     assert problem.scaling != "fp8"
-    links = floor_us(op, op.message_bytes(problem), problem.world_size, LINK_GB_S)
+    sent = sent_bytes(op.message_bytes(problem), problem.dtype, problem.scaling)
+    links = floor_us(op, sent, problem.world_size, LINK_GB_S)
     assert links is not None, f"what {problem.op} sends is not known"
     if "gemm" not in problem.op:
         return max(links, LAUNCH_US)

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunedcomm.spec import OpSpec, ops
+from tunedcomm.fp8 import GROUP, SCALE_BYTES, WIRES
+from tunedcomm.spec import ITEMSIZE, OpSpec, ops
 
 COLUMNS = (
     "op,shape,message_bytes,dtype,world_size,mode,contender,config,latency_p10_us,latency_p50_us,latency_p90_us,"
@@ -66,6 +67,12 @@ def floor_us(op: OpSpec | None, message_bytes: int, world_size: int, link_gb_s: 
     return op.payload_bytes(message_bytes, world_size) * op.busbw_factor(world_size) / link_gb_s / 1e3
 
 
+def sent_bytes(message_bytes: int, dtype: str, scaling: str) -> int:
+    """Bytes that stand for a message on the links: fewer on a quantised wire."""
+    groups = message_bytes // ITEMSIZE[dtype] // GROUP
+    return groups * (GROUP + SCALE_BYTES) if scaling in WIRES else message_bytes
+
+
 def add_ceiling_shares(rows: Sequence[dict[str, Any]], given_gb_s: float | None) -> None:
     """Fill the column `ceiling_share` of one problem's rows: its least possible time over the row's time.
 
@@ -80,6 +87,6 @@ def add_ceiling_shares(rows: Sequence[dict[str, Any]], given_gb_s: float | None)
     for row in rows:
         op = ops()[row["op"]]
         link = given_gb_s or known_link_gb_s(row["gpu"], row["fabric"])
-        least = floor_us(op, row["message_bytes"], row["world_size"], link)
+        least = floor_us(op, sent_bytes(row["message_bytes"], row["dtype"], row["scaling"]), row["world_size"], link)
         known = least is not None and (bool(alone) or not op.is_gemm)
         row["ceiling_share"] = round(max(least or 0.0, *alone, 0.0) / row["latency_p50_us"], 4) if known else None
