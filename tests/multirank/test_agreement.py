@@ -239,13 +239,13 @@ def test_force_on_one_rank_alone(rank: int) -> None:
 
 def test_only_rank_0_reads(rank: int) -> None:
     calls: list[Mapping[str, Any]] = []
-    real = communicator_module.load_snapshot
+    real = communicator_module.kept_snapshot
 
     def spy(*arguments: Any, **options: Any) -> Any:
         calls.append(options)
         return real(*arguments, **options)
 
     tunedcomm.release_communicators()
-    with replaced(communicator_module, "load_snapshot", spy):
+    with replaced(communicator_module, "kept_snapshot", spy):
         get_communicator()
     assert len(calls) == (rank == 0)

@@ -429,7 +429,7 @@ def test_unreadable_site_directory(rank: int) -> None:
                     return what(*arguments, **options)
 
             with (
-                replaced(communicator_module, "load_snapshot", partial(read, communicator_module.load_snapshot)),
+                replaced(communicator_module, "kept_snapshot", partial(read, communicator_module.kept_snapshot)),
                 replaced(
                     communicator_module, "layer_fingerprints", partial(read, communicator_module.layer_fingerprints)
                 ),

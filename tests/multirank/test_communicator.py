@@ -101,7 +101,7 @@ def test_databases_that_cannot_be_loaded(rank: int) -> None:
         raise OSError("planted: no file handles left")
 
     tunedcomm.release_communicators()
-    with replaced(communicator_module, "load_snapshot", fail, here=rank == 0):
+    with replaced(communicator_module, "kept_snapshot", fail, here=rank == 0):
         error = OSError if rank == 0 else tunedcomm.AgreementError
         refused_everywhere(rank, error, "planted: no file handles left")
     works(rank)

@@ -237,7 +237,7 @@ def test_selection_does_not_communicate(rank: int) -> None:
     """Called by one rank alone each time, with problems that were never met: nobody else is asked, nothing is read."""
     get_communicator()
     with tunedcomm.force("all_reduce", "nothing"), no_communication():
-        with replaced(communicator_module, "load_snapshot", None):
+        with replaced(communicator_module, "kept_snapshot", None):
             for numel in range(1, 40) if rank == 0 else range(400, 440):
                 tunedcomm.all_reduce(torch.ones(numel))
                 tunedcomm.all_reduce(torch.ones(numel), numerics="any", max_sms=8)
