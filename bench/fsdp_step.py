@@ -14,7 +14,7 @@ allocation of its buffers. Errors are ‖out − ref‖ / ‖ref‖ beside NCCL'
 in bf16 and fp32; `ours` is `tunedcomm.fsdp.install(wire=torch.bfloat16)` by the databases. `ours_pinned` runs the
 fastest reduce-scatter measured above, `ours_copies` has gathers by copy engines too, `ours_few_sms` the same with the
 fastest reduce-scatter on --few-sms SMs. `compute` is the step of a bf16 model on one rank: the others' exposed
-communication is their time beyond it. Errors are of the gradients, beside those of `stock_fp32`.
+communication is their time beyond it. Errors compare the gradients with the gradients of `stock_fp32`.
 
 `gemm`: a square bf16 GEMM on one stream while another gathers --gather-bytes (of the result).
 

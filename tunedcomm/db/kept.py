@@ -60,7 +60,7 @@ def _read(name: str, key: str) -> Snapshot | None:
 def _states(layers: Sequence[Layer]) -> list[Any] | None:
     """Name and files of each layer, with inode, size and times of change; None where these do not show every change.
 
-    A server has no files, and what a network file system says of a file may be old; that of shipped files never is.
+    A server has no files, and a network file system may tell old times of a file. Shipped files do not change.
     """
     try:
         return [(layer.name, [] if is_absent(layer) else _files(layer)) for layer in layers]

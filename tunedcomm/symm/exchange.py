@@ -107,7 +107,7 @@ class _Epoch:
                     self._store.set(f"{self.index}/left", self.left)
 
     def _leftovers(self) -> list[str]:
-        """Keys of an exchange that ended midway. Not deleted before all ranks are past it: `_take` gets what it saw."""
+        """List the keys of an exchange that ended midway. They stay until all ranks are past it, for `_take`."""
         keys = [self._key(), f"{self.index}/{self._part}{self._count + 1}"]  # peers may be one exchange ahead
         of_ranks = [f"{key}/{rank}" for key in keys for rank in range(1, self.world_size)]
         return [f"{self.index}/left", keys[0], f"{keys[0]}/read", *of_ranks]

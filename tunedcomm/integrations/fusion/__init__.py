@@ -268,7 +268,7 @@ def fusion_pass(
             hold, ranks wait for each other in different kernels. Without it products are fused whose shards
             belong to parameters that are DTensors split evenly over the group.
         wire: let sums that are fused with nothing travel quantised, as of `all_reduce`, where a kernel is tuned for it.
-            Results then are no longer those of the uncompiled model. None: as they are.
+            Results then differ from the uncompiled model's. None: nothing is quantised.
 
     Raises:
         NotInitializedError: no default process group.

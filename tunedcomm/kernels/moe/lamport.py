@@ -115,7 +115,7 @@ def in_order(w0, w1, w2, w3):
 
 @triton.jit
 def poll_ids(mine, lines, slot, packet, mask, q, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
-    """Wait for the peers' ids; those of rank (rank + s) mod WORLD_SIZE are number s of the result, `mine` number 0."""
+    """Wait for the peers' ids; line s of the result has the ids of rank (rank + s) mod WORLD_SIZE, line 0 `mine`."""
     words = poll_packets(lines + packet * 16, slot, mask, rank, timeout_ns, status, WORLD_SIZE)
     come, found = (), (mine,)
     for i in tl.static_range(WORLD_SIZE):
@@ -132,7 +132,7 @@ def poll_ids(mine, lines, slot, packet, mask, q, rank, timeout_ns, status, WORLD
 
 @triton.jit
 def count_ids(line, first, COUNT: tl.constexpr, BINS: tl.constexpr):
-    """How often each of the COUNT experts from `first` on is named."""
+    """Count how often a line names each of the COUNT experts from `first` on."""
     expert = line - first
     return tl.histogram(expert, BINS, mask=(expert >= 0) & (expert < COUNT))
 
