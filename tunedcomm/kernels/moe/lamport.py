@@ -433,9 +433,6 @@ class DispatchLamport(_Lamport, DispatchVariant, registered=True):
         s = sizes_of(problem)
         return PACKET_BYTES * (1 + problem.world_size * packets_of(4 * s.tokens * s.topk))
 
-    def own_bytes(self, problem: Problem, config: Config) -> int:
-        return 0
-
     def id_packets(self, problem: Problem, config: Config) -> int:
         """Packets of a rank's ids that a block holds, a power of two: one or more a thread."""
         s = sizes_of(problem)

@@ -9,8 +9,7 @@ before it, of the ranks before it, and of the tokens before it. It copies them t
 the flag each rank sums the results there.
 
 The order of tokens follows from prefix sums of counts alone, so it is the same whatever the grid. `two_phase` counts in
-a kernel of its own, block by block of tokens, and the second kernel sums the blocks' counts: at many tokens that costs
-less than every block going through all ids.
+a kernel of its own: at many tokens that costs less than every block going through all ids again for each token.
 
 Tokens go in pieces of `chunk_tokens` round a ring, so that a config suits any number of them. Block b does the tokens
 of team b // SPLIT, and of each the packets of part b % SPLIT; it waits for block b of its peers alone. Blocks of one
@@ -28,6 +27,7 @@ Numerics: ordered. Graph-safe. Source: own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -61,7 +61,7 @@ from tunedcomm.symm.layout import LaneLayout, Room
 
 RING = tl.constexpr(4)
 CHUNK = tl.constexpr(256)  # ids that a block compares at once
-RANGES = tl.constexpr(64)  # blocks of the kernel that counts
+SPAN = tl.constexpr(256)  # ids of a block of the kernel that counts
 _E4M3_MAX = tl.constexpr(fp8.E4M3_MAX)
 
 
@@ -119,58 +119,49 @@ def count_before(ids, id_words, first, token, TOPK: tl.constexpr):
 
 
 @triton.jit
-def count_all(ids, id_words, first, last, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Tokens of each expert from the token `first` to before `last`; behind them the number of ids of no expert."""
+def count_all(ids, id_words, first, end, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """How many of the ids from `first` to before `end` name each expert; behind them how many are no id."""
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     counts = tl.zeros((BINS,), tl.int32)
     wrong = 0
-    for start in tl.range(first * TOPK, last * TOPK, CHUNK):
+    for start in tl.range(first, end, CHUNK):
         q = start + tl.arange(0, CHUNK)
-        theirs = load_words(ids, q * id_words, q < last * TOPK, -1)
-        named = (theirs >= 0) & (theirs < EXPERTS)
-        counts += tl.histogram(tl.where(named, theirs, EXPERTS), BINS)
-        wrong += tl.sum(((theirs < -1) | (theirs >= EXPERTS)).to(tl.int32), axis=0)
+        expert = load_words(ids, q * id_words, q < end, -1)
+        named = (expert >= 0) & (expert < EXPERTS)
+        counts += tl.histogram(tl.where(named, expert, EXPERTS), BINS)
+        wrong += tl.sum(((expert < -1) | (expert >= EXPERTS)).to(tl.int32), axis=0)
     return tl.where(tl.arange(0, BINS) == EXPERTS, wrong, counts)
 
 
 @triton.jit
-def count_kernel(ids, id_words, tokens, counted, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Block j: counts of its range of tokens, and how many of the range come before each of them.
+def count_kernel(ids, id_words, num_ids, counted, EXPERTS: tl.constexpr):
+    """Block j: how many equal ids come before each id of its span; the last block: how many there are in all.
 
-    `counted` holds the ranges' counts, then the words of the tokens.
+    `counted` holds what `count_all` returns for all ids, then a word for each id.
     """
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
-    KP: tl.constexpr = next_power_of_2(TOPK)
-    size = (tokens + RANGES - 1) // RANGES
-    first = tl.program_id(0).to(tl.int64) * size
-    last = tl.minimum(first + size, tokens)
-    bins = tl.arange(0, BINS)
-    store_words(
-        counted, tl.program_id(0) * BINS + bins, count_all(ids, id_words, first, last, TOPK, EXPERTS), bins < BINS
-    )
-    for token in tl.range(first, last):
-        _, before = count_before(ids, id_words, first, token, TOPK)
-        k = tl.arange(0, KP)
-        store_words(counted + RANGES * BINS * 4, token * KP + k, before, k < TOPK)
+    first = tl.program_id(0) * SPAN
+    earlier = count_all(ids, id_words, 0, first, EXPERTS, 16 * SPAN)
+    here = tl.arange(0, SPAN)
+    at = first + here
+    expert = load_words(ids, at * id_words, at < num_ids, -1)
+    same = (expert[None, :] == expert[:, None]) & (here[None, :] < here[:, None])
+    named = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
+    before = tl.gather(earlier, named, 0) + tl.sum(same.to(tl.int32), axis=1)
+    store_words(counted + BINS * 4, at, before, at < num_ids)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        bins = tl.arange(0, BINS)
+        store_words(counted, bins, earlier + count_all(ids, id_words, first, num_ids, EXPERTS, SPAN), bins < BINS)
 
 
 @triton.jit
-def place_of(
-    ids, id_words, tokens, token, counted, TOPK: tl.constexpr, EXPERTS: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
+def place_of(ids, id_words, token, counted, TOPK: tl.constexpr, EXPERTS: tl.constexpr, COUNTED: tl.constexpr):
     """(experts of a token, own tokens of each that come before it)."""
-    BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
-    KP: tl.constexpr = next_power_of_2(TOPK)
     if COUNTED:
-        k = tl.arange(0, KP)
-        mine = load_words(ids, (token * TOPK + k) * id_words, k < TOPK, -1)
-        before = load_words(counted + RANGES * BINS * 4, token * KP + k, k < TOPK, 0)
-        size = (tokens + RANGES - 1) // RANGES
-        j = tl.arange(0, RANGES)
-        named = (mine >= 0) & (mine < EXPERTS)
-        here = (j[None, :] < token // size) & named[:, None]
-        parts = load_words(counted, j[None, :] * BINS + mine[:, None], here, 0)
-        return mine, before + tl.sum(parts, axis=1)
+        k = tl.arange(0, next_power_of_2(TOPK))
+        at = token * TOPK + k
+        mine = load_words(ids, at * id_words, k < TOPK, -1)
+        return mine, load_words(counted + next_power_of_2(EXPERTS + 1) * 4, at, k < TOPK, 0)
     else:
         return count_before(ids, id_words, 0, token, TOPK)
 
@@ -314,7 +305,7 @@ def send_token(
     """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     k = tl.arange(0, next_power_of_2(TOPK))
-    experts, before = place_of(ids, id_words, tokens, token, counted, TOPK, EXPERTS, COUNTED)
+    experts, before = place_of(ids, id_words, token, counted, TOPK, EXPERTS, COUNTED)
     owner = tl.where((experts >= 0) & (experts < EXPERTS), experts // LOCAL, -1)
     place = before * LOCAL + experts % LOCAL
     copy = rank * SPLIT + part if POLLED else rank
@@ -409,11 +400,9 @@ def dispatch_kernel(
     arrive(peers, rank, epoch + 1, WORLD_SIZE)
     if COUNTED:
         bins = tl.arange(0, BINS)
-        mine = tl.zeros((BINS,), tl.int32)
-        for j in tl.range(0, RANGES):
-            mine += load_words(counted, j * BINS + bins, bins < BINS, 0)
+        mine = load_words(counted, bins, bins < BINS, 0)
     else:
-        mine = count_all(ids, id_words, 0, tokens, TOPK, EXPERTS)
+        mine = count_all(ids, id_words, 0, tokens * TOPK, EXPERTS, CHUNK)
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
     share_counts(local + gather, gather, peers, rank, mine, WORLD_SIZE, EXPERTS)
 
@@ -560,7 +549,7 @@ def quantise_request(problem: Problem) -> CompileRequest:
 
 FEW = 128  # tokens; up to here packets without flags are tried first
 GRID: Mapping[str, Axis] = {
-    "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    "num_blocks": PowerOfTwo(1, 512),
     "num_warps": PowerOfTwo(1, 16),
     "split": Choice(1, 2, 4, 8),
 }
@@ -672,6 +661,12 @@ class GridVariant(KernelVariant):
         items = min(max(packets / (split * 32 * warps), 1), 4)
         return {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "items": items}
 
+    def request(self, problem: Problem, config: Config) -> CompileRequest:
+        """The binary, with so few registers that all blocks of a grid of more than 128 are resident."""
+        request = super().request(problem, config)
+        threads = 32 * int(config["num_warps"]) * -(-int(config["num_blocks"]) // 128)
+        return replace(request, max_registers=min(request.max_registers, max(65536 // threads, 24)))
+
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         threads = 32 * int(config["num_warps"])
         return {
@@ -695,11 +690,6 @@ class DispatchVariant(GridVariant):
         words = int(config["num_blocks"]) * of_block + s.tokens * next_power_of_2(s.topk)
         return int(4 * problem.world_size * words + PACKET_BYTES)
 
-    def own_bytes(self, problem: Problem, config: Config) -> int:
-        """Bytes of memory that a call takes on this rank alone."""
-        s = sizes_of(problem)
-        return int(4 * (RANGES.value * next_power_of_2(s.experts + 1) + s.tokens * next_power_of_2(s.topk)))
-
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         s = sizes_of(problem)
         mine = {"EXPERTS": s.experts, "SCALES": s.num_scales, "PADDED": problem.layout == "padded"}
@@ -708,7 +698,7 @@ class DispatchVariant(GridVariant):
 
     def count_request(self, problem: Problem) -> CompileRequest:
         s = sizes_of(problem)
-        return CompileRequest.of(count_kernel, {"TOPK": s.topk, "EXPERTS": s.experts}, num_warps=4)
+        return CompileRequest.of(count_kernel, {"EXPERTS": s.experts}, num_warps=8)
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         before = [quantise_request(problem)] if problem.scaling else []
@@ -721,7 +711,7 @@ class DispatchVariant(GridVariant):
         packets = self.packets(problem)
         quantise = count = None
         wire_nbytes = s.tokens * packets * PACKET_BYTES if problem.scaling else 0
-        own_nbytes = self.own_bytes(problem, config)
+        own_nbytes = 4 * (next_power_of_2(s.experts + 1) + s.tokens * s.topk) if self.counts_first else 0
         wire = workspace.scratch(mode, wire_nbytes + own_nbytes).data_ptr()
         own = wire + wire_nbytes
         if problem.scaling:
@@ -729,10 +719,13 @@ class DispatchVariant(GridVariant):
             kernel = bind_kernel(quantise_request(problem), 1 if on_host else min(s.tokens, 264), device)
             quantise = kernel.fix((None, wire, s.tokens, row, packets * PACKET_BYTES))
         if self.counts_first:
-            count = bind_kernel(self.count_request(problem), RANGES.value, device).fix((None, None, s.tokens, own))
+            num_ids = s.tokens * s.topk
+            blocks = max(-(-num_ids // int(SPAN.value)), 1)
+            count = bind_kernel(self.count_request(problem), blocks, device).fix((None, None, num_ids, own))
         kernel = bind_kernel(self.request(problem, config), self.num_blocks(problem, config), device)
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES, packets)
-        extra = (*self.arguments(problem, config, workspace), *((own,) if own_nbytes else ()), overflow.cell.data_ptr())
+        counted = (own,) if "chunk_tokens" in config else ()
+        extra = (*self.arguments(problem, config, workspace), *counted, overflow.cell.data_ptr())
         launch = kernel.fix((*(None,) * 10, *sizes, *lane_arguments(problem, workspace), *extra))
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:

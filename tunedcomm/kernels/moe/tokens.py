@@ -378,26 +378,37 @@ def held_here(held, row, TOPK: tl.constexpr):
 
 
 @triton.jit
-def load_sums(
-    results, held, weights, row, start, row_packets, wanted,
-    TOPK: tl.constexpr, DTYPE: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
-):  # fmt: skip
-    """`load_items` of this rank's sum for the token in `row`."""
+def parts_held(held, weights, row, TOPK: tl.constexpr, SORTED: tl.constexpr):
+    """By k: where this rank's result for the token in `row` stands, its weight, and if there is one; SORTED only."""
+    places, factors, there = (), (), ()
     if SORTED:
-        places, factors, there = (), (), ()
         for k in tl.static_range(TOPK):
             place = load_word(held, row * TOPK + k).to(tl.int64)
             places = places + (place,)  # type: ignore[assignment]
             factors = factors + (load_word(weights, row * TOPK + k).to(tl.float32, bitcast=True),)  # type: ignore[assignment]
             there = there + (place >= 0,)  # type: ignore[assignment]
-        words = ()
-        for item in tl.static_range(ITEMS):
+    return places, factors, there
+
+
+@triton.jit
+def load_sums(
+    results, row, places, factors, there, start, row_packets, wanted,
+    TOPK: tl.constexpr, DTYPE: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """`load_items` of this rank's sum for the token in `row`, whose parts `parts_held` found."""
+    if SORTED:
+        parts = ()
+        for item in tl.static_range(ITEMS):  # all loads before the first sum
             packet = start + item * BLOCK + tl.arange(0, BLOCK)
-            parts = ()
             for k in tl.static_range(TOPK):
                 here = (packet < row_packets) & wanted & there[k]
                 parts = parts + load_packets(results + (places[k] * row_packets + packet) * 16, here)
-            words = words + weigh_packets(parts, factors, there, TOPK, DTYPE)
+        words = ()
+        for item in tl.static_range(ITEMS):
+            of_item = ()
+            for w in tl.static_range(4 * TOPK):
+                of_item = of_item + (parts[4 * TOPK * item + w],)  # type: ignore[assignment]
+            words = words + weigh_packets(of_item, factors, there, TOPK, DTYPE)
         return words
     else:
         return load_items(results + row * (row_packets * 16), start, row_packets, wanted, BLOCK, ITEMS)
@@ -464,10 +475,12 @@ def combine_tokens_lamport_kernel(
         for i in tl.static_range(WORLD_SIZE - 1):
             row = (rank + 1 + i) % WORLD_SIZE * tokens + token
             goes = held_here(held, row, TOPK)
+            places, factors, held_parts = parts_held(held, weights, row, TOPK, SORTED)
             target = peers[i] + data + (rank * tokens + token) * row_bytes
             for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
                 words = load_sums(
-                    results, held, weights, row, start, row_packets, goes, TOPK, DTYPE, SORTED, BLOCK, ITEMS
+                    results, row, places, factors, held_parts, start, row_packets, goes,
+                    TOPK, DTYPE, SORTED, BLOCK, ITEMS,
                 )  # fmt: skip
                 for item in tl.static_range(ITEMS):
                     packet = start + item * BLOCK + tl.arange(0, BLOCK)
@@ -478,6 +491,7 @@ def combine_tokens_lamport_kernel(
     for token in tl.range(team, tokens, teams):
         there = ranks_of(ids, id_words, token, TOPK, LOCAL, WORLD_SIZE)
         mine = rank * tokens + token
+        places, factors, held_parts = parts_held(held, weights, mine, TOPK, SORTED)
         own = results + mine * row_bytes
         for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
             seen = ()
@@ -490,7 +504,8 @@ def combine_tokens_lamport_kernel(
                     seen = seen + peek_packets(come + packet * 16, (packet < row_packets) & peeked)
             if SORTED:
                 sums = load_sums(
-                    results, held, weights, mine, start, row_packets, True, TOPK, DTYPE, SORTED, BLOCK, ITEMS
+                    results, mine, places, factors, held_parts, start, row_packets, True,
+                    TOPK, DTYPE, SORTED, BLOCK, ITEMS,
                 )  # fmt: skip
             words = ()
             for r in tl.static_range(WORLD_SIZE):
@@ -539,10 +554,12 @@ def combine_tokens_push_kernel(
                 for i in tl.static_range(WORLD_SIZE - 1):
                     row = (rank + 1 + i) % WORLD_SIZE * tokens + token
                     goes = held_here(held, row, TOPK)
+                    places, factors, held_parts = parts_held(held, weights, row, TOPK, SORTED)
                     target = peers[i] + gather + rank * slot + (token - lap) * row_bytes
                     for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
                         words = load_sums(
-                            results, held, weights, row, start, row_packets, goes, TOPK, DTYPE, SORTED, BLOCK, ITEMS
+                            results, row, places, factors, held_parts, start, row_packets, goes,
+                            TOPK, DTYPE, SORTED, BLOCK, ITEMS,
                         )  # fmt: skip
                         store_items(target, start, row_packets, words, goes, BLOCK, ITEMS)
             arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
@@ -551,12 +568,14 @@ def combine_tokens_push_kernel(
             for summed in tl.range(d * span + team, tl.minimum(tokens, (d + 1) * span), teams):
                 there = ranks_of(ids, id_words, summed, TOPK, LOCAL, WORLD_SIZE)
                 mine = rank * tokens + summed
+                places, factors, held_parts = parts_held(held, weights, mine, TOPK, SORTED)
                 own = results + mine * row_bytes
                 come = local + gather + (summed - behind) * row_bytes
                 for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
                     if SORTED:
                         sums = load_sums(
-                            results, held, weights, mine, start, row_packets, True, TOPK, DTYPE, SORTED, BLOCK, ITEMS
+                            results, mine, places, factors, held_parts, start, row_packets, True,
+                            TOPK, DTYPE, SORTED, BLOCK, ITEMS,
                         )  # fmt: skip
                     words = ()
                     for r in tl.static_range(WORLD_SIZE):
@@ -633,7 +652,8 @@ class _ByToken(GridVariant):
         return int(config["items"])
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if limits.backend == "cuda" and self.packets_held(problem, config) > 8:
+        most = 16 if problem.layout == BY_RANK else 8
+        if limits.backend == "cuda" and self.packets_held(problem, config) > most:
             return f"{config['items']} packets of {problem.world_size} ranks do not fit into a thread's registers"
         return super().refuse_config(problem, config, limits)
 
