@@ -205,6 +205,39 @@ def test_public_calls(world_size: int) -> None:
     run_ranks(world_size, public_body, timeout=120)
 
 
+def weights_body(rank: int, world_size: int) -> None:
+    """Weights travel along, by every variant and again by its fast call: of any dtype, also behind whole packets."""
+    communicator, experts = get_communicator(), 4 * world_size
+    dtypes = itertools.cycle((torch.float32, torch.bfloat16, torch.float64))
+    for (tokens, topk), variant in itertools.product(((1, 1), (5, 3)), variants("ep_dispatch")):
+        problem = asked("ep_dispatch", (tokens, 64, topk, experts), world_size, layout="contiguous", dtype="float32")
+        chosen, limits = get_variant("ep_dispatch", variant), limits_of(communicator)
+        if chosen.infeasible(problem, chosen.default(problem, limits), limits) is not None:
+            continue
+        generator, dtype = torch.Generator().manual_seed(tokens), next(dtypes)
+        everyone = torch.randn(world_size, tokens, topk, generator=generator).to(dtype)
+        everyone[:, 0, 0] = -0.0
+        ids = torch.randint(-1, experts, (tokens, topk), generator=generator)
+        with tunedcomm.force("ep_dispatch", variant), torch.no_grad():
+            for turn in range(4):  # without weights in between
+                given = everyone[rank] if turn != 1 else None
+                sent = tunedcomm.ep_dispatch(
+                    torch.ones(tokens, 64), ids, num_experts=experts, layout="contiguous", topk_weights=given
+                )
+                assert (sent.weights is None) == (given is None)
+                if sent.weights is not None:
+                    wide = torch.promote_types(dtype, torch.float32)
+                    due = everyone.to(wide) + (0.0 if wide == torch.float32 else -0.0)
+                    assert torch.equal(bits_of(sent.weights), bits_of(due)), (tokens, variant, turn)
+    assert communicator.workspace is not None
+    assert communicator.workspace.rearm("eager") == 0, "the sentinel is back wherever it was"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_weights_travel_along(world_size: int) -> None:
+    run_ranks(world_size, weights_body, timeout=120)
+
+
 def overflow_body(rank: int, world_size: int) -> None:
     """One token more than fits: every rank raises, for every variant, and the group goes on."""
     x, ids = torch.ones(6, 64), torch.zeros(6, 1).long()

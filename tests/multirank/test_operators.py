@@ -67,7 +67,8 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
     bias, several = drawn_gemm(5, N, dtype=wide or dtype), [scales[1]] * 2 if dtype == FP8 else []
     wider, column = draw(rank, 4, 128), draw(rank, 128)
     sorted_back = op in ("ep_combine", "ep_combine_rank")
-    rows = (IDS, 4, None, "padded" if sorted_back else "contiguous", "", 8, True, *same)
+    weights = draw(8, 3, 2) if op == "ep_dispatch" else None
+    rows = (IDS, weights, 4, None, "padded" if sorted_back else "contiguous", "", 8, True, *same)
     sent = OPS.ep_dispatch.default(draw(rank, 3, 4), *rows)[4] if sorted_back else None
     return {
         "all_reduce": (x, "sum", *same),

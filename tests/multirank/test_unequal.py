@@ -68,7 +68,7 @@ def calls(rank: int, world_size: int) -> dict[str, tuple[Tensors, tuple[Any, ...
         "ag_gemm_list": ((few, None, drawn(0, 8, 8), drawn(0, 8, 4), None, None), (None,)),
         "gemm_rs": (gemm, (None, "sum")),
         "gemm_ar": ((x, b, None, None, None), (None,)),
-        "ep_dispatch": ((drawn(rank, 3, 32), ids), (2 * world_size, 12, "padded", "", 128, True)),
+        "ep_dispatch": ((drawn(rank, 3, 32), ids, None), (2 * world_size, 12, "padded", "", 128, True)),
         "ep_combine": ((sent.tokens, torch.ones(3, 2), ids, sent.rows), (2 * world_size,)),
         "ep_combine_rank": ((sent.tokens, torch.ones(world_size, 3, 2), ids, sent.rows), (2 * world_size,)),
         "ep_dispatch_tokens": ((drawn(rank, 3, 32), ids, None), (2 * world_size, True, False)),

@@ -24,6 +24,7 @@ from tunedcomm.kernels.moe.op import (
     BY_TOKEN,
     NO_ROOM,
     SORTED,
+    WITH_WEIGHTS,
     Overflow,
     capacity_of,
     check,
@@ -39,7 +40,7 @@ from tunedcomm.kernels.moe.op import (
 )
 from tunedcomm.ops import autograd
 from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Results, Tensors, problem_of
-from tunedcomm.ops.call import CallPath
+from tunedcomm.ops.call import CallPath, paths
 from tunedcomm.ops.checks import FLOATS, check_dtype, is_traced
 from tunedcomm.ops.collectives import all_gather
 from tunedcomm.ops.fast_call import is_capturing, raw_stream, world
@@ -285,17 +286,20 @@ class _SortedOptions(NamedTuple):
 
 class _DispatchSorted(OpAdapter):
     op = "ep_dispatch"
-    inputs = ("x", "topk_ids")
-    outputs = ("tokens", "scales", "counts", "offsets", "rows")
+    inputs = ("x", "topk_ids", "topk_weights")
+    optional = ("topk_weights",)
+    outputs = ("tokens", "scales", "counts", "offsets", "rows", "weights")
     options = ("int num_experts", "int? capacity", "str layout", "str quantize", "int alignment", "bool zeros")
     named = _SortedOptions
     reduces = False
     gradient = autograd.keep_sent, autograd.ep_dispatch
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        x, ids = inputs
+        x, ids, weights = inputs
         num_experts, capacity, layout, quantize, alignment, _ = options
         _check_tokens(self.op, x, ids)
+        if weights is not None:
+            _check_weights(self.op, weights, ids)
         for name, limit, unit in (
             ("num_experts", num_experts, "experts"), ("capacity", capacity, "rows"), ("alignment", alignment, "rows")
         ):  # fmt: skip
@@ -311,7 +315,7 @@ class _DispatchSorted(OpAdapter):
         check(self.problem(inputs, options, world_size, Problem))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
-        (x, ids), given = inputs, _SortedOptions(*options)
+        (x, ids, _), given = inputs, _SortedOptions(*options)
         shape = (*x.shape, ids.shape[1], given.num_experts)
         made: Problem = make(
             self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=given.layout, scaling=given.quantize,
@@ -321,7 +325,7 @@ class _DispatchSorted(OpAdapter):
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         problem = self.problem(inputs, options, world_size, Problem)  # sizes may be symbols, which are not looked up
-        return token_shapes(problem, self.room(problem, options)[0])
+        return token_shapes(problem, self.room(problem, options)[0], weighted=inputs[2] is not None)
 
     @staticmethod
     def room(problem: Problem, options: Any) -> tuple[int, int]:
@@ -331,7 +335,7 @@ class _DispatchSorted(OpAdapter):
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
         capacity = capacity_of(problem, outputs[0])
-        return (*inputs, *outputs), _SortedOptions(
+        return (*inputs, None, *outputs), _SortedOptions(
             problem.shape[3], capacity, problem.layout, problem.scaling, ALIGNMENT, zeros=False
         )
 
@@ -346,12 +350,17 @@ class _DispatchSorted(OpAdapter):
         """No rank has a token."""
         if inputs[0].numel() and inputs[1].numel():
             return False
-        _, _, counts, offsets, rows = results
+        _, _, counts, offsets, rows, weights = results
         problem = self.problem(inputs, options, len(rows))
         counts.zero_()
+        weights.zero_()
         rows.fill_(-1)
         offsets.copy_(offsets_of(counts, problem, *self.room(problem, options)))
         return True
+
+    def operands(self, inputs: Tensors, options: Any) -> Tensors:
+        x, ids, weights = inputs
+        return x, ids, None if weights is None else weights.to(torch.float32)
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
         return (_SortedOptions(*options).alignment,)
@@ -528,6 +537,26 @@ class _DispatchPath(CallPath[Any]):
             return None
         plan = super().run(communicator, inputs, targets, signature)
         return None if options.zeros else plan
+
+    def _plan(
+        self, communicator: Communicator, inputs: Tensors, signature: CallSignature, *, in_place: bool, symmetric: bool
+    ) -> tuple[Plan, bool]:
+        """The plan; where weights travel along, but not with the variant's ids, an all_gather of them follows."""
+        plan, kept = super()._plan(communicator, inputs, signature, in_place=in_place, symmetric=symmetric)
+        if inputs[2] is None or plan.problem.layout == BY_TOKEN or plan.candidate.variant in WITH_WEIGHTS:
+            return plan, kept
+        one = (inputs[2].new_empty((1, *inputs[2].shape), dtype=torch.float32),)
+        gather = paths["all_gather"].planned(one, (0,), communicator.group, "default", max_sms=signature.max_sms)
+        if signature.capturing:
+            communicator.captured(gather)
+
+        def launch(given: Tensors, outputs: Tensors, stream: int) -> None:
+            x, ids, weights, *rest = given
+            *others, gathered = outputs
+            plan.launch((x, ids, *rest), (*others, gathered[:0]), stream)
+            gather.launch((weights.unsqueeze(0) + 0.0,), (gathered,), stream)  # −0.0 arrives as 0.0
+
+        return replace(plan, launch=launch), kept
 
 
 class _CombineByToken(_CombineSorted):
@@ -775,14 +804,17 @@ def ep_dispatch(
             )
         if compact or buffers is not None:
             raise UnsupportedInputError(f"compact and buffers are for layout='tokens', not {layout!r}")
-        inputs = (x, topk_ids)
-        if topk_weights is not None:
+        wide = topk_weights is not None and topk_weights.dtype == torch.float64
+        if topk_weights is not None and wide:
             _check_weights("ep_dispatch", topk_weights, topk_ids)
+        inputs = (x, topk_ids, None if wide else topk_weights)
         options = (num_experts, capacity, layout, quantize or "", alignment, torch.is_grad_enabled())
-        tokens, scales, counts, offsets, rows = path.call(
+        tokens, scales, counts, offsets, rows, come = path.call(
             (*inputs, *(None,) * len(_DispatchSorted.outputs)), options, group, "default", max_sms
         )
-        weights = None if topk_weights is None else _of_all_ranks(topk_weights, group, max_sms)
+        weights = None if topk_weights is None else come
+        if topk_weights is not None and wide:
+            weights = _of_all_ranks(topk_weights, group, max_sms)
         return DispatchResult(
             tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group, weights
         )

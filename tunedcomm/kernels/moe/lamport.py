@@ -8,11 +8,11 @@ them there. Tokens are escaped, as by `all_to_all`'s `lamport`. The own ids are 
 **Ids have many readers.** All blocks poll the same ids, so none of them may put the sentinel back before the others
 have read. Each block that has polled them counts itself in a word of the own stage, which its peers do not know. The
 last block has no tokens: it writes counts and offsets, waits until all others have counted themselves, and puts the
-sentinel back in the place of the ids and of that word.
+sentinel back in the place of the ids and of that word. It also sends weights that travel along, and takes the peers'.
 
 - No word is overwritten before its readers had it. A block counts itself by a release behind a block barrier, after all
   its warps have polled. The last block acquires the complete number and puts the sentinel back behind another barrier,
-  so every poll comes before. A packet of a token or its mask has one reader, which puts the sentinel back itself.
+  so every poll comes before. A packet of a token, its mask or weights has one reader, which puts the sentinel back.
 - No old word is taken for a new one. When a call ends, its stage holds nothing but sentinels, as the arena's rule asks,
   so other ops may use it next. Each word is stored once in a call, by one thread.
 - A rank may be one call ahead. It then writes the other stage. It comes to this one again in its call k + 2, after its
@@ -55,6 +55,7 @@ from tunedcomm.kernels.common.lane import STATE_OFFSET, read_counter
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
     escape,
+    escape_sentinel,
     has_escape,
     packets_of,
     restore,
@@ -250,17 +251,35 @@ def tell_counts(
 
 
 @triton.jit
+def words_of(weights, packet, num_words):
+    """Packets of an array of fp32, without the sentinel."""
+    words = ()
+    for w in tl.static_range(4):
+        at = packet * 4 + w
+        words = words + (escape_sentinel(load_words(weights, at, at < num_words, 0)),)
+    return words
+
+
+@triton.jit
+def write_weights(out, r, words, packet, num_words, wanted):
+    """Write the packets of rank r to `out`, whose rows may begin within a packet."""
+    for w in tl.static_range(4):
+        at = packet * 4 + w
+        store_words(out, r * num_words + at, words[w], (at < num_words) & wanted)
+
+
+@triton.jit
 def dispatch_lamport_kernel(
-    x, ids, out, scales, counts_out, offsets_out, rows, id_words, capacity, alignment, tokens, row_packets,
-    wire_packets, local, peers, rank, timeout_ns, status, arena, stage_bytes, cell,
+    x, ids, out, scales, counts_out, offsets_out, rows, id_words, capacity, alignment, weights, weights_out, tokens,
+    row_packets, wire_packets, local, peers, rank, timeout_ns, status, arena, stage_bytes, cell,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, ID_PACKETS: tl.constexpr,
 ):  # fmt: skip
     """Push ids and tokens, poll the peers' ids, find the rows, poll the tokens that go there.
 
-    The last block has no tokens: it writes counts and offsets, and puts the sentinel back in the place of the ids. The
-    stage: the number of blocks that have polled (the sentinel twice stands for 0), then ids, tokens and masks, each by
-    source rank.
+    The last block has no tokens: it exchanges weights (unless `weights` is 0), writes counts and offsets, and puts the
+    sentinel back in the place of the ids. The stage: the number of blocks that have polled (the sentinel twice stands
+    for 0), then ids, weights, tokens and masks, each by source rank.
     """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     WIDTH: tl.constexpr = next_power_of_2(LOCAL) if LOCAL > 32 else 32
@@ -271,7 +290,8 @@ def dispatch_lamport_kernel(
     stage = arena + (calls & 1) * stage_bytes
     polled = (local + stage).to(tl.pointer_type(tl.int64))
     lines, slot = stage + 16, (tokens * TOPK + 3) // 4 * 16
-    data = lines + WORLD_SIZE * slot
+    beside_ids = lines + WORLD_SIZE * slot
+    data = beside_ids + WORLD_SIZE * slot
     masks = data + WORLD_SIZE * tokens * wire_packets * 16
     packet, q = tl.arange(0, ID_PACKETS).to(tl.int64), tl.arange(0, 4 * ID_PACKETS)
     sent = packet * 16 < slot
@@ -282,13 +302,25 @@ def dispatch_lamport_kernel(
             store_packets(peers[i] + lines + rank * slot + packet * 16, w0, w1, w2, w3, sent, REMOTE=True)
     mine = in_order(w0, w1, w2, w3)
     if block == blocks:
+        if weights != 0:
+            v0, v1, v2, v3 = words_of(weights, packet, tokens * TOPK)
+            for i in tl.static_range(WORLD_SIZE - 1):
+                store_packets(peers[i] + beside_ids + rank * slot + packet * 16, v0, v1, v2, v3, sent, REMOTE=True)
+            write_weights(weights_out, rank, (v0, v1, v2, v3), packet, tokens * TOPK, True)
         found = poll_ids(mine, local + lines, slot, packet, sent, q, rank, timeout_ns, status, WORLD_SIZE)
         tell_counts(
             found, counts_out, offsets_out, capacity, alignment, rank, cell, WORLD_SIZE, EXPERTS, PADDED, WIDTH
         )  # fmt: skip
+        empty = tl.full((ID_PACKETS,), SENTINEL, tl.int32)
+        if weights != 0:
+            come = local + beside_ids + packet * 16
+            theirs = poll_packets(come, slot, sent, rank, timeout_ns, status, WORLD_SIZE)
+            for i in tl.static_range(WORLD_SIZE):
+                of_rank = (theirs[4 * i], theirs[4 * i + 1], theirs[4 * i + 2], theirs[4 * i + 3])
+                write_weights(weights_out, i, of_rank, packet, tokens * TOPK, rank != i)
+                store_packets(come + i * slot, empty, empty, empty, empty, sent & (rank != i))
         one = tl.arange(0, 1)
         wait(local + stage + one, NOBODY + blocks + one, one == 0, one + rank.to(tl.int32), timeout_ns, status)
-        empty = tl.full((ID_PACKETS,), SENTINEL, tl.int32)
         for i in tl.static_range(WORLD_SIZE):
             store_packets(local + lines + i * slot + packet * 16, empty, empty, empty, empty, sent & (rank != i))
         tl.store(polled, blocks * 0 + NOBODY)
@@ -429,9 +461,9 @@ class DispatchLamport(_Lamport, DispatchVariant, registered=True):
         return super().token_bytes(problem) // PACKET_BYTES * (PACKET_BYTES + 4)  # with masks
 
     def further_bytes(self, problem: Problem, config: Config) -> int:
-        """Of ids, and of the number of blocks that have polled them."""
+        """Of ids and weights, and of the number of blocks that have polled the ids."""
         s = sizes_of(problem)
-        return PACKET_BYTES * (1 + problem.world_size * packets_of(4 * s.tokens * s.topk))
+        return PACKET_BYTES * (1 + 2 * problem.world_size * packets_of(4 * s.tokens * s.topk))
 
     def id_packets(self, problem: Problem, config: Config) -> int:
         """Packets of a rank's ids that a block holds, a power of two: one or more a thread."""

@@ -3,7 +3,8 @@
 The experts are dealt out to the ranks in order: rank d of n has the experts d · E/n to (d + 1) · E/n − 1. Every rank
 has T tokens of H elements; `topk_ids` [T, K] names the experts of each, −1 for none.
 
-ep_dispatch: inputs are x [T, H], topk_ids [T, K] and the alignment of experts in the layout `contiguous`. Outputs are
+ep_dispatch: inputs are x [T, H], topk_ids [T, K], topk_weights [T, K] in fp32 if they travel along, and the alignment
+of experts in the layout `contiguous`. Outputs are
 
     tokens    [E/n, C, H] if `padded`, [R, H] if `contiguous`; e4m3 where the problem has a scaling
     scales    fp32: one for a token (`token`) or for 128 of its elements (`group128`), shaped as tokens; else empty
@@ -11,6 +12,7 @@ ep_dispatch: inputs are x [T, H], topk_ids [T, K] and the alignment of experts i
     offsets   [E/n + 1] int32: expert e has the rows offsets[e] to offsets[e] + counts[e] − 1 of tokens as a matrix
     rows      [n, T, K] int32: row of rank r's token t for its k-th expert; −1 if that expert is not here, −2 if it is
               but had no room
+    weights   [n, T, K] fp32, topk_weights of all ranks, −0.0 as 0.0; empty if no weights travel
 
 Rows of an expert stand in the order of (source rank, token, k). Rows behind its count are not written. The capacity of
 a call, C or R, is the shape of its output.
@@ -61,6 +63,7 @@ SORTED = ("padded", "contiguous")  # layouts whose rows stand expert by expert
 BY_TOKEN = "tokens"  # noqa: S105 - a layout
 BY_RANK = "rank"  # of ep_combine
 LAYOUTS = (*SORTED, BY_TOKEN)
+WITH_WEIGHTS = ("lamport", "library", "host_unfused", "copy_engine")  # variants of SORTED that move weights, too
 NOT_HERE, NO_ROOM = -1, -2  # in `rows`
 _SLACK = 4096  # rows of samples, for the skew of small ones
 _COUNT_BITS = 40
@@ -272,13 +275,12 @@ def quantised(x: torch.Tensor, scaling: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def wire_rows(x: torch.Tensor, ids: torch.Tensor, problem: Problem, weights: torch.Tensor | None) -> torch.Tensor:
-    """Tokens as they are sent, as bytes: the row, its scales, its ids in int32, in the layout `tokens` its weights."""
+    """Tokens as they are sent, as bytes: the row, its scales, its ids in int32, its weights or zeros."""
     import torch
 
     parts = [*quantised(x, problem.scaling)] if problem.scaling else [x]
     parts.append(ids.clamp(-2, sizes_of(problem).experts).int())  # what is no expert stays none
-    if problem.layout == BY_TOKEN:
-        parts.append(torch.zeros_like(parts[-1]) if weights is None else torch.where(weights == 0, 0.0, weights))
+    parts.append(torch.zeros_like(parts[-1]) if weights is None else torch.where(weights == 0, 0.0, weights))
     return torch.cat([part.contiguous().view(torch.uint8).view(len(x), -1) for part in parts], 1)
 
 
@@ -317,26 +319,28 @@ def default_capacity(problem: Problem, alignment: int) -> int:
     return problem.world_size * s.tokens * min(s.topk, s.local) + s.local * (alignment - 1)
 
 
-def token_shapes(problem: Problem, capacity: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of every output of ep_dispatch."""
+def token_shapes(problem: Problem, capacity: int, *, weighted: bool) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of every output of ep_dispatch in the layouts `padded` and `contiguous`."""
     import torch
 
     s = sizes_of(problem)
     leading = (s.local, capacity) if problem.layout == "padded" else (capacity,)
     scales = {"": (0,), "token": leading, "group128": (*leading, s.num_scales)}[problem.scaling]
+    rows = (problem.world_size, s.tokens, s.topk)
     return [
         ((*leading, s.hidden), torch.float8_e4m3fn if problem.scaling else getattr(torch, problem.dtype)),
         (scales, torch.float32),
         ((s.local,), torch.int32),
         ((s.local + 1,), torch.int32),
-        ((problem.world_size, s.tokens, s.topk), torch.int32),
+        (rows, torch.int32),
+        (rows if weighted else (0,), torch.float32),
     ]
 
 
 def bytes_of_wire_row(problem: Problem) -> int:
     """Bytes of a row of `wire_rows`."""
     s = sizes_of(problem)
-    return s.wire_bytes + (8 if problem.layout == BY_TOKEN else 4) * s.topk
+    return s.wire_bytes + 8 * s.topk
 
 
 def shapes_by_token(problem: Problem, *, weighted: bool) -> list[tuple[tuple[int, ...], Any]]:
@@ -383,7 +387,7 @@ def unpack(
     if problem.layout == BY_TOKEN:
         return _unpack_by_token(wire, rank, problem, outputs)
     s = sizes_of(problem)
-    tokens, scales, ids = wire.split([s.row_bytes, 4 * s.num_scales, 4 * s.topk], 1)
+    tokens, scales, ids, weights = wire.split([s.row_bytes, 4 * s.num_scales, 4 * s.topk, 4 * s.topk], 1)
     ids = ids.contiguous().view(torch.int32).view(problem.world_size, s.tokens, s.topk)
     placed = place(ids, rank, problem, capacity_of(problem, outputs[0]), alignment)
     source = sources_of(placed.rows.flatten(0, 1), outputs[0].numel() // s.hidden)
@@ -396,8 +400,10 @@ def unpack(
             torch.where(used.unsqueeze(-1), values[source.clamp(min=0)], target, out=target)
         else:
             target[used] = values[source[used]]
-    for output, found in zip(outputs[2:], placed[:3], strict=True):
+    for output, found in zip(outputs[2:5], placed[:3], strict=True):
         output.copy_(found)
+    if outputs[5].numel():
+        outputs[5].copy_(weights.contiguous().view(torch.float32).view(ids.shape))
     return placed.code
 
 
@@ -406,14 +412,15 @@ def dispatched(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The outputs of ep_dispatch from all ranks' inputs, with zeros in rows that hold no token, and `Placed.code`.
 
-    Inputs are (x, ids), in the layout `tokens` (x, ids, weights or None).
+    Inputs are (x, ids), or (x, ids, weights or None).
     """
     import torch
 
     wire = torch.cat([wire_rows(x, ids, problem, *(more or (None,))) for x, ids, *more in everyone])
-    shapes = token_shapes(problem, capacity)
+    weighted = any(more is not None for more in everyone[0][2:])
+    shapes = token_shapes(problem, capacity, weighted=weighted)
     if problem.layout == BY_TOKEN:
-        shapes = shapes_by_token(problem, weighted=everyone[0][2] is not None)
+        shapes = shapes_by_token(problem, weighted=weighted)
     made = tuple(torch.zeros(size, dtype=dtype, device=wire.device) for size, dtype in shapes)
     return made, unpack(wire, rank, problem, made, alignment)
 
@@ -467,7 +474,7 @@ def _sample_weights(problem: Problem, rank: int, seed: int, kind: str, device: A
 def _dispatch_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
-    shapes = token_shapes(problem, _sample_capacity(problem))
+    shapes = token_shapes(problem, _sample_capacity(problem), weighted=False)
     if problem.layout == BY_TOKEN:
         shapes = shapes_by_token(problem, weighted=True)
     return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
@@ -691,11 +698,10 @@ def dispatch_by(
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         # No `overflow.check` here: a rank that raised while others do not yet know would leave them in the collective.
         x, ids, *rest = inputs
-        by_token = problem.layout == BY_TOKEN
-        wire = wire_rows(x, ids, problem, rest[0] if rest and by_token else None)
+        wire = wire_rows(x, ids, problem, rest.pop(0) if outputs[-1].numel() else None)
         everyone = wire.new_empty(problem.world_size * wire.shape[0], wire.shape[1])
         gather(everyone, wire, stream)
-        alignment = ALIGNMENT if by_token or not rest else int(rest[0])
+        alignment = int(rest[0]) if rest else ALIGNMENT
         code = unpack(everyone, dist.get_rank(workspace.group), problem, outputs, alignment)
         overflow.note(code, capacity_of(problem, outputs[0]), workspace)
 

@@ -54,7 +54,7 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets, store_word
 from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, lane_arguments
-from tunedcomm.kernels.moe.op import ALIGNMENT, BY_RANK, BY_TOKEN, Overflow, capacity_of, sizes_of
+from tunedcomm.kernels.moe.op import ALIGNMENT, BY_RANK, BY_TOKEN, WITH_WEIGHTS, Overflow, capacity_of, sizes_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import LaneLayout, Room
@@ -726,7 +726,8 @@ class DispatchVariant(GridVariant):
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES, packets)
         counted = (own,) if "chunk_tokens" in config else ()
         extra = (*self.arguments(problem, config, workspace), *counted, overflow.cell.data_ptr())
-        launch = kernel.fix((*(None,) * 10, *sizes, *lane_arguments(problem, workspace), *extra))
+        given = (None,) * (12 if self.name in WITH_WEIGHTS else 10)
+        launch = kernel.fix((*given, *sizes, *lane_arguments(problem, workspace), *extra))
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             overflow.check(workspace)
@@ -737,9 +738,10 @@ class DispatchVariant(GridVariant):
                 source = wire
             if count is not None:
                 count(stream, ids.data_ptr(), words)
-            addresses = [tensor.data_ptr() for tensor in (ids, *outputs)]
-            alignment = int(rest[0]) if rest else ALIGNMENT
-            launch(stream, source, *addresses, words, capacity_of(problem, outputs[0]), alignment)
+            weights = (rest.pop(0).data_ptr(), outputs[5].data_ptr()) if outputs[5].numel() else (0, 0)
+            addresses = [tensor.data_ptr() for tensor in (ids, *outputs[:5])]
+            sizes = (words, capacity_of(problem, outputs[0]), int(rest[0]) if rest else ALIGNMENT)
+            launch(stream, source, *addresses, *sizes, *(weights if len(given) == 12 else ()))
             if on_host:  # the interpreter has run the kernels to their end
                 overflow.check(workspace)
 
