@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 bench/experts.py --tokens 1 16 64 128 1024 4096 --flashinfer
 
 For each number of tokens a rank and kind (layout `tokens`, the same in buffers, layout `contiguous` with sums of each
-rank's experts): the defaults of the variants, and with --configs other grids around them. The last kind's pair has
-an all_gather of the weights in it. With --flashinfer FlashInfer's exchange takes turns with each fastest pair; it
-delivers tokens in its workspace, unsorted, and reads results there. Calls of a graph take turns over two slots, as a
-program's layers do. Routing is random: --topk of --experts. The slowest rank's median counts. Prints the fastest of
-each variant and both together.
+rank's experts): the defaults of the variants, and with --configs other grids around them. In the last kind weights
+travel with the ids, or, where the dispatch's variant does not take them, in an all_gather of the pair. With
+--flashinfer FlashInfer's exchange takes turns with each fastest pair; it delivers tokens in its workspace, unsorted,
+and reads results there. Calls of a graph take turns over two slots, as a program's layers do. Routing is random: --topk
+of --experts. The slowest rank's median counts. Prints the fastest of each variant and both together.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.kernels.moe.op import WITH_WEIGHTS
 from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
 from tunedcomm.tuner.gang.ranks import join_group
@@ -82,6 +83,14 @@ def prepared(communicator: Communicator, problem: Problem) -> tuple[list[Any], l
         made_inputs.append(inputs)
         made_outputs.append(outputs)
     return made_inputs, made_outputs
+
+
+def weighted(problem: Problem, inputs: list[Any], outputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The same of a dispatch with weights."""
+    size, topk, device = problem.shape[0], problem.shape[2], outputs[0][0].device
+    given = torch.rand(size, topk, dtype=torch.float32, device=device)
+    come = torch.empty(problem.world_size, size, topk, dtype=torch.float32, device=device)
+    return [(*each, given) for each in inputs], [(*each[:5], come) for each in outputs]
 
 
 def weights_of_all(communicator: Communicator, numel: int, stream: torch.cuda.Stream) -> Callable[[int], None]:
@@ -145,9 +154,12 @@ def main() -> None:
                     launch = communicator.bind(problem, candidate)
                 except InfeasibleError:
                     continue
+                given = inputs, outputs
+                if layout == "contiguous" and candidate.variant in WITH_WEIGHTS:
+                    given = weighted(problem, inputs, outputs)
 
-                def call(turn: int, launch: Any = launch, inputs: Any = inputs, outputs: Any = outputs) -> None:
-                    launch(inputs[turn % 2], outputs[turn % 2], stream.cuda_stream)
+                def call(turn: int, launch: Any = launch, given: tuple[list[Any], list[Any]] = given) -> None:
+                    launch(given[0][turn % 2], given[1][turn % 2], stream.cuda_stream)
 
                 calls[op].append((candidate, call))
 
@@ -172,7 +184,7 @@ def main() -> None:
                     if key not in fastest or latency.p50_us < fastest[key][0]:
                         fastest[key] = latency.p50_us, candidate, call
         pair = [fastest[op][2] for op in calls]
-        if kind == "contiguous":
+        if kind == "contiguous" and fastest["ep_dispatch"][1].variant not in WITH_WEIGHTS:
             pair.insert(1, weights_of_all(communicator, count * options.topk, stream))
         contenders = {"both": timed(*pair)}
         if options.flashinfer:

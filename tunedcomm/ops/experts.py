@@ -741,8 +741,8 @@ def ep_dispatch(
         quantize: None; `token` or `group128`: tokens travel and arrive in e4m3, with one scale in fp32 for each token
             or for 128 elements of it: the largest magnitude over 448. Not differentiable.
         alignment: rows, for `contiguous`.
-        topk_weights: [T, K], floating-point; on all ranks or on none. They travel along: for `tokens` in fp32, −0.0 as
-            0.0; for other layouts, where `ep_combine(reduce="rank")` needs them, in fp32 or wider.
+        topk_weights: [T, K], floating-point; on all ranks or on none. They travel along in fp32, −0.0 as 0.0; for
+            layouts other than `tokens`, where `ep_combine(reduce="rank")` needs them, those in fp64 as they are.
         scales: of `x` in fp8 e4m3: fp32, one a token, [T], or one for 128 elements, [T, H / 128]; they travel along.
         expert_map: [num_logical, R] int32, on all ranks alike: the experts that hold each logical expert's weights,
             then −1. `topk_ids` then name logical experts, and token t of rank r goes to replica (t + r) mod their
