@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tunedcomm.db import unreached
 from tunedcomm.db.layers import Layer, all_layers, is_absent, named_layers, note_made, writable_database
 from tunedcomm.db.misses import Note
 from tunedcomm.db.records import Trial
+from tunedcomm.db.sidecar import note_unreached, spent_budgets
 from tunedcomm.db.store import Database
 from tunedcomm.db.targets import warn_once
 from tunedcomm.dispatch.communicator import Communicator
@@ -141,7 +141,7 @@ class Autotune:
         begin, communicator = time.monotonic(), self.communicator
         if communicator.rank == 0:
             problems = {p: policy for p, policy in problems.items() if is_open(communicator, p, policy)}
-            spent_s = unreached.budgets(communicator.environment) if problems else {}
+            spent_s = spent_budgets(communicator.environment) if problems else {}
             left_out = [p for p in problems if spent_s.get(p, 0.0) >= self._budget_s]
             if left_out:
                 warn_once(
@@ -184,7 +184,7 @@ class Autotune:
                 was_us = times.get((problem, then))
                 results.append(Tuned(problem, then, now.candidate, was_us, now.latency_us, now.library_us))
         if communicator.rank == 0:
-            unreached.note(communicator.environment, [p for p in problems if p not in tuned], self._budget_s)
+            note_unreached(communicator.environment, [p for p in problems if p not in tuned], self._budget_s)
         self.results, self.seconds = tuple(results), time.monotonic() - begin
         logger.info("tuned %d problems in %.1f s with %d trials", len(results), self.seconds, self.num_trials)
 

@@ -17,9 +17,9 @@ from cli_samples import record
 from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot, trial
 
 from tunedcomm.db import kept
-from tunedcomm.db.checks import store_check, with_checks
 from tunedcomm.db.kept import kept_snapshot
 from tunedcomm.db.layers import load_snapshot, packaged_databases
+from tunedcomm.db.sidecar import store_check, with_checks
 from tunedcomm.db.store import Database
 from tunedcomm.selection.snapshot import Check, Failure, Pinned, Snapshot
 
@@ -254,11 +254,11 @@ def test_checks_are_read_apart(tmp_path: Path, reads: Callable[[], int]) -> None
     assert with_checks(start()).checks == (check,)
     assert reads() == 0
     code = (
-        "import sys; from tunedcomm.db import checks, kept, misses\n"
+        "import sys; from tunedcomm.db import kept, misses, sidecar\n"
         "from tunedcomm.hardware import Environment\n"
         f"kept._STEP_NS = -(10**15); kept.all_layers.__globals__['packaged_databases'] = list\n"
         f"found = kept.kept_snapshot(Environment(**{H200.to_dict()!r}), 4, borrow=(), sources={SOURCES!r})\n"
-        "print(len(found.rows), checks.with_checks(found).checks[0].status, 'sqlalchemy' in sys.modules)"
+        "print(len(found.rows), sidecar.with_checks(found).checks[0].status, 'sqlalchemy' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["1", "failed", "False"]

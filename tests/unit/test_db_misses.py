@@ -18,7 +18,7 @@ from db_samples import H200, START, problem, row
 
 from tunedcomm import kernels, spec
 from tunedcomm.db import misses as miss_log
-from tunedcomm.db import targets
+from tunedcomm.db import sidecar, targets
 from tunedcomm.db.misses import Miss, append, compact, log_path, read
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.dispatcher import decide
@@ -59,7 +59,7 @@ def test_counts_add_up_and_the_most_called_comes_first(path: Path) -> None:
 
 def test_a_line_is_one_write_and_plain_json(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
-    monkeypatch.setattr(miss_log.os, "write", lambda file, line: written.append(line) or len(line))
+    monkeypatch.setattr(sidecar.os, "write", lambda file, line: written.append(line) or len(line))
     append(path, [miss(problem(1 << k)) for k in range(3, 8)])
     assert len(written) == 5
     for line in written:
@@ -119,7 +119,7 @@ def test_what_makes_no_sense_is_skipped(path: Path) -> None:
 
 def test_a_full_disk_is_an_os_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
-    monkeypatch.setattr(miss_log.os, "write", lambda file, line: real(file, line[:40]))
+    monkeypatch.setattr(sidecar.os, "write", lambda file, line: real(file, line[:40]))
     with pytest.raises(OSError, match="no space"):
         append(path, [miss()])
 
@@ -127,7 +127,7 @@ def test_a_full_disk_is_an_os_error(path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_large_file_is_not_added_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append(path, [miss(count=3), miss(count=4)])
     before = path.read_bytes()
-    monkeypatch.setattr(miss_log, "MAX_BYTES", len(before))
+    monkeypatch.setattr(sidecar, "MAX_BYTES", len(before))
     with pytest.raises(OSError, match="--from-misses"):
         append(path, [miss()])
     assert path.read_bytes() == before

@@ -61,8 +61,8 @@ def decide_offline(options: CallOptions, *, with_left_out: bool = True) -> Decis
     To say of the other variants too why they do not run, `with_left_out`, takes a look at all of their trials.
     """
     from tunedcomm import settings
-    from tunedcomm.db.checks import with_checks
     from tunedcomm.db.layers import load_snapshot
+    from tunedcomm.db.sidecar import with_checks
     from tunedcomm.dispatch import dispatcher
     from tunedcomm.hardware import nearest
     from tunedcomm.symm.layout import limits_for

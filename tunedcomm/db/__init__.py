@@ -11,5 +11,5 @@
 | `targets`, `values` | what needs no SQLAlchemy: places of databases, checks of stored values |
 | `schema`, `migrations`, `rekey` | the tables, their revisions, and hashes that were replaced |
 | `engine` | connections to files and servers, upgrades, errors that say what to do |
-| `misses` | the file of problems that programs called untuned |
+| `sidecar`, `misses` | files beside the user database: checks on this machine, problems not tuned, and calls of these |
 """

@@ -22,10 +22,10 @@ from tunedcomm.db import query
 from tunedcomm.db import records as parse
 from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial, config_digest
 from tunedcomm.db.schema import HEAD, REVISIONS, Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
-from tunedcomm.db.values import canonical_json, check_digest, parse_problem, refuse_constant
+from tunedcomm.db.values import canonical_json, check_digest, parse_problem, refuse_constant, row_of_problem
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Problem, format_shape
+from tunedcomm.spec import Candidate, Problem
 
 FORMAT = "tunedcomm-jsonl"
 _VERSION = 1
@@ -88,8 +88,7 @@ def _named(variant: StoredVariant) -> Line:
 
 
 def _of_problem(model: type[Base], record: Trial | Pin) -> Line:
-    problem = {**record.problem.to_dict(), "shape": format_shape(record.problem.shape)}
-    referred = {"problem": problem, "environment": record.environment.digest}
+    referred = {"problem": row_of_problem(record.problem), "environment": record.environment.digest}
     return {**_plain(model, record), "kind": model.__tablename__, **referred}
 
 

@@ -2,7 +2,7 @@
 
 Where no layer has changed since, a start reads one JSON file instead of the databases, and imports no SQLAlchemy. All
 that decides which rows a snapshot has is part of the key. The checks of borrowed kernels, which calls add to, are not
-kept: `tunedcomm.db.checks` reads them.
+kept: `tunedcomm.db.sidecar` reads them.
 """
 
 from __future__ import annotations

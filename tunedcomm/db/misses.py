@@ -1,9 +1,6 @@
-"""The file of problems that dispatch met untuned: JSON lines that many processes add to, and one command reads.
+"""The file of problems that dispatch met untuned, which many processes add to and one command reads.
 
-A line is one `write` to a file opened for appending, so that lines of several processes do not mix. It says how often
-one problem was called since the process' last line about it; a reader adds them up. A shared lock keeps writers from
-adding to a file that is being compacted. An empty line comes before each, so that one that was torn on a full disk
-spoils no other. Invalid lines are skipped.
+A line says how often one problem was called since the process' last line about it; a reader adds them up.
 """
 
 from __future__ import annotations
@@ -13,27 +10,20 @@ import fcntl
 import functools
 import json
 import os
-import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tunedcomm import settings
-from tunedcomm.db.layers import user_database
-from tunedcomm.db.targets import data_directory, parse_target
-from tunedcomm.db.values import canonical_json, int_of, parse_problem, text_of, time_of
-from tunedcomm.errors import DatabaseAccessError
+from tunedcomm.db.sidecar import INVALID_LINE, MAX_LINE, beside_user_database, line_of, opened, read_lines, write_lines
+from tunedcomm.db.values import int_of, parse_problem, row_of_problem, text_of, time_of
 from tunedcomm.hardware import HARD_FIELDS
-from tunedcomm.spec import NumericsPolicy, Problem, format_shape
+from tunedcomm.spec import NumericsPolicy, Problem
 
 HardKey: TypeAlias = tuple[Any, ...]
 
-# A file of this size is not added to: some 20,000 lines, far more than anybody tunes.
-MAX_BYTES = 8 << 20
-# Below PIPE_BUF: a write of this size is not split.
-MAX_LINE = 4000
 _MAX_COUNT = 2**63
 
 
@@ -113,75 +103,20 @@ def _log_path(*variables: str | None) -> Path:
     return beside_user_database("misses.jsonl")
 
 
-def beside_user_database(name: str) -> Path:
-    """A file beside a user database that is a file, else in the data directory.
-
-    Raises:
-        DatabaseAccessError: the user has no home directory.
-    """
-    try:
-        path = parse_target(user_database()).path
-    except DatabaseAccessError:  # whoever opens that database says so
-        path = None
-    return (data_directory() if path is None else path.parent) / name
-
-
 def append(path: Path, misses: Iterable[Miss]) -> None:
-    """Add one line a miss. The directory is made if it is the user's data directory, which is ours.
-
-    Raises:
-        OSError: the file cannot be written, is not a regular file, or has reached `MAX_BYTES`.
-    """
+    """Add one line a miss; see `write_lines`."""
     write_lines(path, map(_line, misses), smaller="`tunedcomm tune --from-misses` makes it smaller")
 
 
-def write_lines(path: Path, lines: Iterable[bytes], *, smaller: str) -> None:
-    """Add lines to a file; `smaller` says what to do where it has reached `MAX_BYTES`. Else as `append`."""
-    with contextlib.suppress(DatabaseAccessError):  # no home directory: the file was named
-        if path.parent == data_directory():
-            path.parent.mkdir(parents=True, exist_ok=True)
-    with opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, fcntl.LOCK_SH) as file:
-        if os.fstat(file).st_size >= MAX_BYTES:
-            raise OSError(f"it has reached {MAX_BYTES >> 20} MiB; {smaller}")
-        for line in (b"\n" + line for line in lines):
-            if len(line) <= MAX_LINE and os.write(file, line) < len(line):
-                raise OSError("no space left for a whole line")
-
-
-def lines_with(token: str, path: Path) -> list[bytes]:
-    """The lines of a file that contain an ASCII `token`; none if it cannot be read."""
-    try:
-        with opened(path, os.O_RDONLY, fcntl.LOCK_SH) as file:
-            lines = os.pread(file, 2 * MAX_BYTES, 0).splitlines()
-    except OSError:
-        return []
-    return [line for line in lines if token.encode("ascii") in line and len(line) <= MAX_LINE]
-
-
-@contextlib.contextmanager
-def opened(path: Path, flags: int, lock: int) -> Iterator[int]:
-    """A regular file, open and locked."""
-    # Not blocking: opening a FIFO would wait for the other end.
-    file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError("not a regular file")
-        with contextlib.suppress(OSError):  # not every file system has locks, and a lost count does little harm
-            fcntl.flock(file, lock)
-        yield file
-    finally:
-        os.close(file)
-
-
 def _line(miss: Miss) -> bytes:
-    data = {
-        "problem": {**miss.problem.to_dict(), "shape": format_shape(miss.problem.shape)},
+    record = {
+        "problem": row_of_problem(miss.problem),
         "environment": dict(zip(HARD_FIELDS, miss.hard_key, strict=True)),
         "count": miss.count,
         "source": miss.source,
         "last_seen": miss.last_seen.isoformat(timespec="seconds"),
     }
-    return canonical_json(data).encode("ascii") + b"\n"
+    return line_of(record)
 
 
 def read(path: Path) -> tuple[list[Miss], int]:
@@ -202,11 +137,10 @@ def read(path: Path) -> tuple[list[Miss], int]:
 def _merge(file: int) -> tuple[list[Miss], int]:
     found: dict[tuple[HardKey, Problem], Miss] = {}
     skipped = 0
-    # Writers check the size before they write, so a few lines more than the limit may be there.
-    for line in filter(None, os.pread(file, 2 * MAX_BYTES, 0).splitlines()):
+    for line in read_lines(file):
         try:
             miss = _parse(line)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        except INVALID_LINE:
             skipped += 1
             continue
         known = found.get((miss.hard_key, miss.problem))

@@ -25,10 +25,10 @@ from tunedcomm.db.targets import (
     refuse_network,
     warn_once,
 )
-from tunedcomm.db.values import canonical_json, utc_now
+from tunedcomm.db.values import canonical_json, row_of_problem, utc_now
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import DTYPES, Candidate, Problem, format_shape
+from tunedcomm.spec import DTYPES, Candidate, Problem
 from tunedcomm.version import VERSION
 
 T = TypeVar("T")
@@ -433,8 +433,8 @@ def get_or_create(connection: Connection, things: Iterable[_Thing]) -> dict[_Thi
 def _row_of(thing: Problem | Environment | StoredVariant) -> dict[str, Any]:
     if isinstance(thing, StoredVariant):
         return asdict(thing)
-    row = {**thing.to_dict(), "digest": thing.digest}
-    return {**row, "shape": format_shape(thing.shape)} if isinstance(thing, Problem) else row
+    row = row_of_problem(thing) if isinstance(thing, Problem) else thing.to_dict()
+    return {**row, "digest": thing.digest}
 
 
 def _insert(connection: Connection, model: Any, rows: list[dict[str, Any]]) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any, NoReturn, get_type_hints
 
-from tunedcomm.spec import Problem, parse_shape
+from tunedcomm.spec import Problem, format_shape, parse_shape
 
 _MAX_TEXT = 100_000
 _SHAPE = re.compile("([0-9]{1,18}(x[0-9]{1,18}){0,15})?")  # extents of less than 63 bits
@@ -85,6 +85,11 @@ def parse_problem(row: Mapping[str, Any]) -> Problem:
     problem = Problem(**{**values, "shape": parse_shape(values["shape"]) if values["shape"] else ()})
     check_digest(row.get("digest", problem.digest), problem.digest)
     return problem
+
+
+def row_of_problem(problem: Problem) -> dict[str, Any]:
+    """The values of a problem that `parse_problem` reads."""
+    return {**problem.to_dict(), "shape": format_shape(problem.shape)}
 
 
 def check_digest(stored: Any, digest: str) -> None:

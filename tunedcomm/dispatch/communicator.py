@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from tunedcomm import kernels
-from tunedcomm.db.checks import with_checks
 from tunedcomm.db.kept import kept_snapshot
 from tunedcomm.db.layers import Layer, LayerFingerprint, differences, layer_fingerprints, load_snapshot
 from tunedcomm.db.misses import Counter, Note
+from tunedcomm.db.sidecar import with_checks
 from tunedcomm.db.targets import warn_once
 from tunedcomm.dispatch.agreement import (
     AgreedSettings,

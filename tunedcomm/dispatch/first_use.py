@@ -13,7 +13,7 @@ of each problem, outside of captures, by all ranks of the group together:
    faster, three times in a row.
 
 The ranks exchange what they found, so they come to one outcome, which becomes part of everyone's snapshot. Rank 0 alone
-reads and writes the file of outcomes (`tunedcomm.db.checks`).
+reads and writes the file of outcomes (`tunedcomm.db.sidecar`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tunedcomm.db.checks import begin_check, store_check
+from tunedcomm.db.sidecar import begin_check, store_check
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.compare import fault_of, fresh_copies, norm_of_input
 from tunedcomm.dispatch.launches import no_intercept
