@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from tunedcomm.db.records import Trial
-from tunedcomm.db.values import canonical_json
+from tunedcomm.db.values import LOST, canonical_json
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, variants
 from tunedcomm.symm.layout import limits_for
-from tunedcomm.tuner.gang.protocol import LOST, Command, Latency, Settings, TrialResult, pruned, rounds_after_look
+from tunedcomm.tuner.gang.protocol import Command, Latency, Settings, TrialResult, pruned, rounds_after_look
 from tunedcomm.tuner.gang.ranks import die_with_parent
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.strategy import Strategy

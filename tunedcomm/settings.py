@@ -10,10 +10,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, get_args
 
 from tunedcomm.errors import SettingError
 from tunedcomm.fp8 import WIRES
+from tunedcomm.spec import NumericsPolicy
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ FORCE_PREFIX = "TUNEDCOMM_FORCE_"
 MODES = ("cached", "off", "force")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 NETWORK_MODES = ("auto", "no")
-POLICIES = ("default", "ordered", "any")
+POLICIES: tuple[NumericsPolicy, ...] = get_args(NumericsPolicy)
 # Stands for the hardware whose rows serve without being named, among the names of TUNEDCOMM_BORROW.
 SIBLINGS = "siblings"
 # Kernels count nanoseconds in 64 bits, from a clock that may have begun in 1970.

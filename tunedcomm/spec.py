@@ -81,6 +81,11 @@ def admits(policy: NumericsPolicy, numerics: Numerics) -> bool:
     return numerics in _ADMITTED[policy]
 
 
+def widest(policies: Iterable[NumericsPolicy]) -> NumericsPolicy:
+    """The policy that admits the most classes."""
+    return max(policies, key=lambda policy: len(_ADMITTED[policy]))
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
     """An op at one canonical shape, with everything that changes which kernels may run.

@@ -30,14 +30,14 @@ from tunedcomm.db.targets import warn_once
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.dispatch.groups import get_communicator
-from tunedcomm.dispatch.misses import POLICIES, counter
+from tunedcomm.dispatch.misses import counter
 from tunedcomm.dispatch.plans import explain, plan_for
 from tunedcomm.errors import DatabaseError, InfeasibleError, UnsupportedInputError
 from tunedcomm.kernels import source_hash_of
 from tunedcomm.metrics import format_us, plural
 from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Check
-from tunedcomm.spec import Candidate, Mode, NumericsPolicy, Problem, get_op, why_no_kernel
+from tunedcomm.spec import Candidate, Mode, NumericsPolicy, Problem, get_op, why_no_kernel, widest
 
 if TYPE_CHECKING:  # the tuner's import takes tenths of a second; a start with nothing to tune does without it
     from tunedcomm.kernels.common.launch import CompileRequest
@@ -157,7 +157,7 @@ class Autotune:
 
         communicator = self.communicator
         before = {problem: decision_on(communicator, problem, policy) for problem, policy in problems.items()}
-        options = job_settings(communicator.limits, problems, max(*problems.values(), "default", key=POLICIES.index))
+        options = job_settings(communicator.limits, problems, widest([*problems.values(), "default"]))
         progress = _Progress(self._budget_s, self._compile_s)
         search, binaries = self._plan(before, options) if communicator.rank == 0 else (None, ())
         if options.backend == "cuda":

@@ -19,8 +19,9 @@ from tunedcomm.cli.models import catalog
 from tunedcomm.cli.progress import JsonLines, PlainLines, describe, live_view
 from tunedcomm.cli.tune import show_command
 from tunedcomm.db.misses import Miss, append, read
-from tunedcomm.db.records import Status, Trial
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
+from tunedcomm.db.values import Status
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, detect
 from tunedcomm.spec import Candidate, Problem, get_variant

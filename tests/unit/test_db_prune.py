@@ -15,8 +15,9 @@ from db_samples import H200, OLDER, START, candidate, decide, problem, trial
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.maintenance import Pruned, Selection, prune
-from tunedcomm.db.records import DANGEROUS, FAILURES, STATUSES, Trial
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
+from tunedcomm.db.values import DANGEROUS, FAILURES, STATUSES
 from tunedcomm.selection.snapshot import Snapshot
 
 SIZES = tuple(1 << exponent for exponent in range(10, 20, 2))

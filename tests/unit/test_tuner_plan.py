@@ -10,7 +10,9 @@ from programs import python
 from spec_samples import spec_with
 
 from tunedcomm import hardware, kernels
+from tunedcomm.cli import options
 from tunedcomm.cli.models import Model, Shard, catalog, find_model, shapes_for
+from tunedcomm.cli.options import backend_or_default, local_ranks
 from tunedcomm.errors import TuningError, UnknownNameError, UnsupportedInputError
 from tunedcomm.spec import ITEMSIZE, Problem, get_op, ops
 from tunedcomm.tuner import machine
@@ -25,7 +27,7 @@ SETTINGS = Settings(backend="host", world_size=2, trials=8)
 
 def test_host_defaults_are_small_and_eager() -> None:
     kernels.discover()
-    settings = machine_settings("host")
+    settings = machine_settings("host", 2)
     problems = problems_of(SweepSpec(op="all_reduce", settings=settings))
     assert {(problem.mode, problem.world_size) for problem in problems} == {("eager", 2)}
     assert settings.backend == "host"
@@ -62,7 +64,7 @@ def test_bad_sweeps_are_refused_with_what_is_allowed(
 
 @pytest.mark.parametrize(
     ("machine", "text"),
-    [(("host", 1), "world size 1"), (("cuda", 64), "world size 64 cannot"), (("host", 2, 0), "at least 1 gang, got 0")],
+    [(("cuda", 64), "at most 0 fit"), (("host", 2, 0), "at least 1 gang, got 0")],
 )
 def test_gangs_that_do_not_fit_are_refused(machine: Any, text: str) -> None:
     with pytest.raises(TuningError, match=text):
@@ -72,7 +74,7 @@ def test_gangs_that_do_not_fit_are_refused(machine: Any, text: str) -> None:
 def test_auto_fills_the_machine_with_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, world_size, asked, expected in ((4, 2, None, 2), (4, 4, None, 1), (8, 3, None, 2), (8, 2, 3, 3)):
         monkeypatch.setattr(hardware, "num_gpu_ranks", lambda gpus=gpus: gpus)
-        settings = machine_settings(None, world_size, asked)
+        settings = machine_settings(backend_or_default(), world_size, asked)
         assert (settings.backend, settings.gangs) == ("cuda", expected)
 
 
@@ -99,11 +101,12 @@ def test_gangs_share_out_the_gpus_that_are_visible(
 
 def test_one_gang_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "num_gpu_ranks", lambda: 8)
-    monkeypatch.setattr(machine, "ranks_share_a_gpu", lambda: True)
-    found = [machine_settings(world_size=ranks) for ranks in (None, 4)]
+    for module in (machine, options):
+        monkeypatch.setattr(module, "ranks_share_a_gpu", lambda: True)
+    found = [machine_settings(backend_or_default(), local_ranks(ranks)) for ranks in (None, 4)]
     assert [(each.backend, each.world_size, each.gangs) for each in found] == [("cuda", 2, 1), ("cuda", 4, 1)]
     with pytest.raises(TuningError, match="at most 1 fit"):
-        machine_settings(world_size=2, gangs=2)
+        machine_settings("cuda", 2, 2)
     for visible, expected in (("", "0"), ("5", "5")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gang_devices(found[0]) == [expected]

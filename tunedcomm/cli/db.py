@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime, timedelta, timezone
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -35,11 +36,10 @@ from tunedcomm.cli.output import (
     counted,
     format_ratio,
     jsonable,
-    kind_of,
-    message_of,
     named,
     named_candidate,
     note,
+    problem_columns,
     show,
     title_of,
 )
@@ -73,12 +73,7 @@ if TYPE_CHECKING:
 
 
 _LIST_COLUMNS: dict[str, Callable[[Contest], object]] = {
-    "shape": lambda contest: format_shape(contest.problem.shape),
-    "bytes": lambda contest: message_of(contest.problem),
-    "dtype": lambda contest: contest.problem.dtype,
-    "ranks": lambda contest: contest.problem.world_size,
-    "mode": lambda contest: contest.problem.mode,
-    "input": lambda contest: kind_of(contest.problem),
+    **problem_columns("shape bytes dtype ranks mode input", attrgetter("problem")),
     "winner": lambda contest: "(unknown op)" if contest.winner is None else contest.winner.candidate,
     "p50 µs": lambda contest: format_us(None if contest.winner is None else contest.winner.latency_us),
     "library µs": lambda contest: format_us(None if contest.winner is None else contest.winner.library_us),

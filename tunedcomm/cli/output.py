@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
 from tunedcomm.errors import UnknownNameError, printable
 from tunedcomm.metrics import format_bytes
-from tunedcomm.spec import Candidate, OpSpec, Problem, get_op
+from tunedcomm.spec import Candidate, OpSpec, Problem, format_shape, get_op
 
 if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
@@ -280,6 +280,25 @@ def kind_of(problem: Problem) -> str:
     options = problem.reduction, problem.layout, problem.scaling
     words = [problem.input_kind, *(text for text, norm in zip(options, usual, strict=True) if text != norm)]
     return ", ".join([*filter(None, words), *(["in place"] if problem.in_place else [])])
+
+
+_PROBLEM_COLUMNS: dict[str, Callable[[Problem], object]] = {
+    "shape": lambda problem: format_shape(problem.shape),
+    "bytes": message_of,
+    "dtype": lambda problem: problem.dtype,
+    "ranks": lambda problem: problem.world_size,
+    "mode": lambda problem: problem.mode,
+    "input": kind_of,
+}
+
+
+def problem_columns(names: str, problem_of: Callable[[T], Problem]) -> dict[str, Callable[[T], object]]:
+    """Columns of `Table.of` about the problem of a record; `names` are separated by blanks."""
+
+    def column(cell: Callable[[Problem], object]) -> Callable[[T], object]:
+        return lambda record: cell(problem_of(record))
+
+    return {name: column(_PROBLEM_COLUMNS[name]) for name in names.split()}
 
 
 def title_of(text: str, problems: Iterable[Problem]) -> str:

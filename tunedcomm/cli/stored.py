@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunedcomm.cli.output import Table, attributes, kind_of, named_candidate, note
+from tunedcomm.cli.output import Table, attributes, named_candidate, note, problem_columns
 from tunedcomm.errors import DatabaseError, UnknownNameError
 from tunedcomm.selection.snapshot import matches
-from tunedcomm.spec import Problem, format_shape
+from tunedcomm.spec import Problem
 
 if TYPE_CHECKING:
     from tunedcomm.db.layers import Layer
@@ -24,11 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R", "Trial", "Pin", "GroupStats")
 _PIN_COLUMNS: dict[str, Callable[[Pin], object]] = {
-    "shape": lambda pin: format_shape(pin.problem.shape),
-    "dtype": lambda pin: pin.problem.dtype,
-    "ranks": lambda pin: pin.problem.world_size,
-    "mode": lambda pin: pin.problem.mode,
-    "input": lambda pin: kind_of(pin.problem),
+    **problem_columns("shape dtype ranks mode input", attrgetter("problem")),
     "pinned": lambda pin: pin.candidate,
     "reason": lambda pin: pin.reason,
     "by": lambda pin: pin.user or "-",

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,9 +55,9 @@ from tunedcomm.cli.output import (
     counted,
     format_ratio,
     kind_of,
-    message_of,
     named_candidate,
     note,
+    problem_columns,
     show,
 )
 from tunedcomm.cli.progress import duration, say, shown
@@ -76,11 +77,7 @@ if TYPE_CHECKING:
 # Starts of ranks that check what is borrowed: a candidate that hangs or crashes ends one.
 _MOST_STARTS = 8
 _COLUMNS: dict[str, Callable[[ProblemResult], object]] = {
-    "shape": lambda result: format_shape(result.problem.shape),
-    "bytes": lambda result: message_of(result.problem),
-    "dtype": lambda result: result.problem.dtype,
-    "mode": lambda result: result.problem.mode,
-    "input": lambda result: kind_of(result.problem),
+    **problem_columns("shape bytes dtype mode input", attrgetter("problem")),
     "winner": lambda result: (
         result.best.candidate if result.best is not None else "(none runs)" if result.reached else "(not reached)"
     ),
@@ -198,11 +195,7 @@ def tune(
 
 
 _PLAN_COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "shape": lambda row: format_shape(row["problem"].shape),
-    "bytes": lambda row: message_of(row["problem"]),
-    "dtype": lambda row: row["problem"].dtype,
-    "mode": lambda row: row["problem"].mode,
-    "input": lambda row: kind_of(row["problem"]),
+    **problem_columns("shape bytes dtype mode input", itemgetter("problem")),
     "candidates": lambda row: sum(row["candidates"].values()),
     "trials": lambda row: row["trials"],
     "variants": lambda row: ", ".join(row["candidates"]),
@@ -507,9 +500,7 @@ def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
 
 
 _VERIFIED_COLUMNS: dict[str, Callable[[Verified], object]] = {
-    "shape": lambda result: format_shape(result.winner.problem.shape),
-    "bytes": lambda result: message_of(result.winner.problem),
-    "dtype": lambda result: result.winner.problem.dtype,
+    **problem_columns("shape bytes dtype", attrgetter("winner.problem")),
     "mode": lambda result: f"{result.winner.problem.mode}, {kind_of(result.winner.problem)}",
     "winner": lambda result: f"{result.winner.candidate}{_if_asked(result.winner.policies)}",
     "then µs": lambda result: format_us(result.winner.row.latency_p50_us),

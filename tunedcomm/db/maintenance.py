@@ -21,10 +21,9 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, func, select
 
 from tunedcomm.db import engine, query
-from tunedcomm.db import records as parse
 from tunedcomm.db.engine import translated
 from tunedcomm.db.layers import Layer
-from tunedcomm.db.records import Reader, Skipped, StoredVariant, Trial, was_tried
+from tunedcomm.db.records import Reader, Skipped, StoredVariant, Trial
 from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.snapshot import needed_trials, winners_of
 from tunedcomm.db.store import Database
@@ -39,7 +38,7 @@ from tunedcomm.db.targets import (
     prepare_file,
     warn_once,
 )
-from tunedcomm.db.values import canonical_json, time_of
+from tunedcomm.db.values import DANGEROUS, FAILURES, RAN, STATUSES, canonical_json, time_of, was_tried
 from tunedcomm.errors import (
     ConfigError,
     DatabaseAccessError,
@@ -396,7 +395,7 @@ def _conditions(connection: Connection, selection: Selection, source_hash: Sourc
         # No answer rests on trials that could not run, but a search that finds them does not try them again.
         found += [TrialRow.id.not_in(needed_trials()), TrialRow.status.not_in(("compile_error", "infeasible"))]
     if selection.failed:
-        found.append(TrialRow.status.in_(parse.FAILURES))
+        found.append(TrialRow.status.in_(FAILURES))
     if selection.environments:
         same = select(EnvironmentRow.id).where(EnvironmentRow.digest.in_(selection.environments))
         found.append(TrialRow.environment_id.in_(same))
@@ -419,7 +418,7 @@ def _hidden_by_failures(
         """A candidate on a family of problems and a kind of hardware: there a failure hides its trials."""
         return (trial.environment.hard_key, trial.problem.family, trial.candidate, trial.source_hash)
 
-    dangerous = TrialRow.status.in_(parse.DANGEROUS)
+    dangerous = TrialRow.status.in_(DANGEROUS)
     failed = [trial for trial in query.trials(connection, Reader(), dangerous) if trial.id in ids]
     if not failed:
         return set(), set()
@@ -428,7 +427,7 @@ def _hidden_by_failures(
     def ran(connection: Connection) -> list[Trial]:
         """The trials within these scopes that ran."""
         same = select(VariantRow.id).where(VariantRow.name.in_({trial.variant for trial in failed}))
-        where = (TrialRow.status.in_(parse.RAN), TrialRow.variant_id.in_(same))
+        where = (TrialRow.status.in_(RAN), TrialRow.variant_id.in_(same))
         return [trial for trial in query.trials(connection, Reader(), *where) if scope(trial) in scopes]
 
     local, remote = ran(connection), list[Trial]()
@@ -552,7 +551,7 @@ class DatabaseStats:
     @property
     def num_tried(self) -> int:
         """Number of trials as `tune` counts them; `rows` counts every row."""
-        return sum(self.rows[f"trials_{status}"] for status in parse.STATUSES if was_tried(status))
+        return sum(self.rows[f"trials_{status}"] for status in STATUSES if was_tried(status))
 
 
 def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:

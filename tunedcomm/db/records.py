@@ -8,13 +8,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, Text
 
 from tunedcomm.db.rekey import current_hash
 from tunedcomm.db.schema import Base, EnvironmentRow, TrialRow, UtcDateTime, VariantRow
 from tunedcomm.db.values import (
+    STATUSES,
+    Status,
     canonical_json,
     check_digest,
     flag_of,
@@ -29,18 +31,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, Numerics, Problem
 
-Status: TypeAlias = Literal["ok", "infeasible", "compile_error", "incorrect", "crashed", "hung", "pruned"]
-STATUSES: tuple[str, ...] = get_args(Status)
-# Statuses of a candidate that ran, of a dangerous one, and of one that failed in any way.
-RAN: tuple[str, ...] = ("ok", "pruned")
-DANGEROUS: tuple[str, ...] = ("incorrect", "crashed", "hung")
-FAILURES: tuple[str, ...] = ("compile_error", *DANGEROUS)
 _NUMERICS: tuple[str, ...] = get_args(Numerics)
-
-
-def was_tried(status: str) -> bool:
-    """True if commands count the trial: an infeasible candidate never ran."""
-    return status != "infeasible"
 
 
 def config_digest(config: Mapping[str, Value]) -> str:

@@ -17,9 +17,9 @@ from sqlalchemy import Connection, Select, delete, exists, false, func, or_, sel
 from tunedcomm.db import query
 from tunedcomm.db import records as parse
 from tunedcomm.db.query import BEST_OF_VARIANT, load_problems_by_id, load_variants, raw, table
-from tunedcomm.db.records import DANGEROUS, Pin, Reader, Trial
+from tunedcomm.db.records import Pin, Reader, Trial
 from tunedcomm.db.schema import PinRow, ProblemRow, TrialRow, VariantRow
-from tunedcomm.db.values import id_of
+from tunedcomm.db.values import DANGEROUS, id_of
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.selection.interpolate import problems_to_load
 from tunedcomm.selection.score import quiet_rows

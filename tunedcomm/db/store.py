@@ -25,7 +25,7 @@ from tunedcomm.db.targets import (
     refuse_network,
     warn_once,
 )
-from tunedcomm.db.values import canonical_json, row_of_problem, utc_now
+from tunedcomm.db.values import STATUSES, canonical_json, row_of_problem, utc_now
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import DTYPES, Candidate, Problem
@@ -339,7 +339,7 @@ class Database:
             found = {f"{name}s": query.count(connection, select(table.c.id)) for name, table in tables}
             ended = connection.execute(select(TrialRow.status, func.count()).group_by(TrialRow.status))
             by_status = {row[0]: row[1] for row in ended}
-            found |= {f"trials_{status}": by_status.get(status, 0) for status in parse.STATUSES}
+            found |= {f"trials_{status}": by_status.get(status, 0) for status in STATUSES}
             return found | {"finals": query.count(connection, select(TrialRow.id).where(TrialRow.final))}
 
         return self.ask(count)

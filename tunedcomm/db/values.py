@@ -10,9 +10,36 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_type_hints
 
 from tunedcomm.spec import Problem, format_shape, parse_shape
+
+# Statuses of trials:
+#
+# | status        | the candidate                                             | sets that hold it                  |
+# |---------------|-----------------------------------------------------------|------------------------------------|
+# | ok            | was right, and was timed in full                          | RAN                                |
+# | pruned        | was right, and too slow for more than a first look        | RAN                                |
+# | infeasible    | cannot run the problem, and never ran                     | UNUSABLE                           |
+# | compile_error | did not compile                                           | UNUSABLE FAILURES                  |
+# | incorrect     | gave a wrong result                                       | UNUSABLE FAILURES DANGEROUS        |
+# | crashed, hung | ended or stopped its ranks, which may be out of step then | UNUSABLE FAILURES DANGEROUS LOST   |
+#
+# An unusable candidate is not tried again in the same environment and source, unless that is asked for. A dangerous one
+# is never dispatched. A lost one costs the gang.
+Status: TypeAlias = Literal["ok", "infeasible", "compile_error", "incorrect", "crashed", "hung", "pruned"]
+STATUSES: tuple[str, ...] = get_args(Status)
+RAN: tuple[str, ...] = ("ok", "pruned")
+LOST: tuple[str, ...] = ("crashed", "hung")
+DANGEROUS: tuple[str, ...] = ("incorrect", *LOST)
+FAILURES: tuple[str, ...] = ("compile_error", *DANGEROUS)
+UNUSABLE: tuple[str, ...] = ("infeasible", *FAILURES)
+
+
+def was_tried(status: str) -> bool:
+    """True if commands count the trial: an infeasible candidate never ran."""
+    return status != "infeasible"
+
 
 _MAX_TEXT = 100_000
 _SHAPE = re.compile("([0-9]{1,18}(x[0-9]{1,18}){0,15})?")  # extents of less than 63 bits

@@ -1,4 +1,4 @@
-"""Compares a launch's results with the library's at the same inputs: for TUNEDCOMM_CHECK and checks at first use."""
+"""Checks of candidates: compares a launch's results with the library's, and tells errors of missing memory apart."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from tunedcomm.spec import Problem, get_op
 # Times an op's tolerance that a kernel's result may differ from the library's.
 _ALLOWED = 4
 _SIXTEEN_BITS = 2  # bytes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if the error says that a tensor found no memory, on the GPU or on the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def fresh_copies(

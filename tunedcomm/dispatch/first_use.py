@@ -30,7 +30,7 @@ import torch
 
 from tunedcomm.db.sidecar import begin_check, store_check
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.compare import fault_of, fresh_copies, norm_of_input
+from tunedcomm.dispatch.compare import fault_of, fresh_copies, is_out_of_memory, norm_of_input
 from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.errors import GroupAbortedError, InfeasibleError, PeerTimeoutError, WorkspaceError
 from tunedcomm.kernels import source_hash_of
@@ -144,7 +144,7 @@ def _outcome(
     except (PeerTimeoutError, GroupAbortedError):
         raise
     except Exception as error:  # noqa: BLE001 - the ranks vote on it
-        lacks_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+        lacks_memory = is_out_of_memory(error)
         text = "no memory for its check" if lacks_memory else f"it does not compile: {type(error).__name__}: {error}"
         refusal = _Outcome("skipped" if lacks_memory else "failed", text)
     refusals: list[_Outcome] = communicator.exchange(refusal)

@@ -23,12 +23,10 @@ from tunedcomm.db.values import utc_now
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import DatabaseAccessError
-from tunedcomm.spec import NumericsPolicy, Problem
+from tunedcomm.spec import NumericsPolicy, Problem, widest
 
 logger = logging.getLogger("tunedcomm")
 
-# From narrow to wide.
-POLICIES: tuple[NumericsPolicy, ...] = ("ordered", "default", "any")
 # Problems that one process counts: a program that never calls the same size twice must not fill memory or disk.
 MAX_PROBLEMS = 1024
 _PERIOD_S = 30.0
@@ -76,10 +74,10 @@ def counter(
     if source in MISSES and found is None:  # counted for the note alone
         mine = None if known is None else known.counter
         found = mine or Counter(Path(os.devnull), communicator.environment.hard_key, problem, source)
-    widest = policy if known is None else max(known.policy, policy, key=POLICIES.index)
+    policy = policy if known is None else widest([known.policy, policy])
     if known is None or known.counter is not found:
-        known = noted[problem] = Note(found, 0 if found is None else found.count, widest)
-    known.policy = widest
+        known = noted[problem] = Note(found, 0 if found is None else found.count, policy)
+    known.policy = policy
     return found
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tunedcomm.db.values import LOST
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.kernels.common.launch import CompileRequest, is_compiled
@@ -34,7 +35,7 @@ from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_op, g
 from tunedcomm.state import clean_process
 from tunedcomm.symm.nodes import make_subgroup
 from tunedcomm.tuner.gang.group import Gang
-from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
+from tunedcomm.tuner.gang.protocol import Command, Settings, TrialResult
 from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.measure.correctness import odd_problems
 from tunedcomm.tuner.measure.trial import TrialRunner

@@ -10,6 +10,7 @@ import sys
 from tunedcomm import hardware
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, ranks_share_a_gpu
+from tunedcomm.metrics import plural
 from tunedcomm.tuner.gang.protocol import Backend, Settings
 
 _DETECT = "import json; from tunedcomm.hardware import detect; print(json.dumps(detect(0).to_dict()))"
@@ -36,37 +37,27 @@ def backend_settings(backend: Backend, world_size: int, *, gangs: int = 1) -> Se
     )
 
 
-def machine_settings(
-    backend: Backend | None = None, world_size: int | None = None, gangs: int | None = None
-) -> Settings:
+def machine_settings(backend: Backend, world_size: int, gangs: int | None = None) -> Settings:
     """A sweep's usual settings on this machine.
 
     Args:
-        backend: by default `cuda` on a machine with at least two GPUs, else `host`.
-        world_size: ranks of a gang; by default all GPUs, or 2 on the host and on one GPU that ranks share.
+        backend, world_size: of a gang.
         gangs: gangs that run at once; by default as many as the GPUs hold, one on the host.
 
     Raises:
-        TuningError: the machine has too few GPUs for a gang, or for so many gangs.
+        TuningError: fewer than one gang, or the machine has too few GPUs.
     """
-    if gangs is not None and gangs < 1:
+    wanted = 1 if gangs is None else gangs
+    if wanted < 1:
         raise TuningError(f"a sweep needs at least 1 gang, got {gangs}")
-    gpus = hardware.num_gpu_ranks() if backend != "host" else 0
-    backend = backend or ("cuda" if gpus >= 2 else "host")
-    all_ranks = gpus if backend == "cuda" and not ranks_share_a_gpu() else 2
-    world_size = all_ranks if world_size is None else world_size
-    if world_size < 2 or (backend == "cuda" and world_size > gpus):
-        raise TuningError(
-            f"world size {world_size} cannot be tuned here: this machine has {gpus} usable GPUs and a group needs "
-            "at least 2 ranks; pass --world-size with a smaller number, or --backend host for CPU ranks"
-        )
     if backend == "host":  # CPU ranks share cores, so any number of gangs can run
-        return backend_settings(backend, world_size, gangs=gangs or 1)
-    fitting = 1 if ranks_share_a_gpu() else gpus // world_size
-    if gangs is not None and gangs > fitting:
+        return backend_settings(backend, world_size, gangs=wanted)
+    gpus = hardware.num_gpu_ranks()
+    fitting = min(gpus // world_size, 1) if ranks_share_a_gpu() else gpus // world_size
+    if wanted > fitting:
         raise TuningError(
-            f"{gangs} gangs of {world_size} ranks need {gangs * world_size} GPUs and this machine has {gpus} usable "
-            f"ones: at most {fitting} fit; pass --gangs {fitting}, or auto"
+            f"{plural(wanted, 'gang')} of {world_size} ranks need {wanted * world_size} GPUs and this machine has "
+            f"{gpus} usable ones: at most {fitting} fit; pass fewer --gangs or ranks, or --backend host for CPU ranks"
         )
     return backend_settings(backend, world_size, gangs=gangs or fitting)
 

@@ -12,13 +12,14 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.snapshot import row_of
 from tunedcomm.db.store import Database
+from tunedcomm.db.values import LOST
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import Scored, noise
 from tunedcomm.selection.select import Registered
 from tunedcomm.selection.select import winners as winners_under
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op
-from tunedcomm.tuner.gang.protocol import LOST, Settings
+from tunedcomm.tuner.gang.protocol import Settings
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.knowledge import Knowledge
 from tunedcomm.tuner.search.progress import Progress

@@ -27,10 +27,6 @@ from tunedcomm.version import VERSION
 PROTOCOL = f"{VERSION}/6"
 GO = "go"
 
-# A candidate with one of these outcomes is not tried again in the same environment and source, unless `retry` says so.
-FAILED = frozenset({"infeasible", "compile_error", "incorrect", "crashed", "hung"})
-
-
 Backend: TypeAlias = Literal["cuda", "host"]
 
 
@@ -93,8 +89,6 @@ class Settings:
     stand_in: tuple[str, ...] = ()
 
 
-# After these outcomes the ranks may be out of step: the gang is killed and another one is started.
-LOST = frozenset({"crashed", "hung"})
 # The ranks have no memory for the problem itself; nothing is stored.
 TOO_LARGE = "too_large"
 

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tunedcomm.db.values import LOST
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.gang.process import GangProcess, Loss, Phase
-from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
+from tunedcomm.tuner.gang.protocol import Command, Settings, TrialResult
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.knowledge import Knowledge
 

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from tunedcomm.db.values import LOST
+from tunedcomm.dispatch.compare import is_out_of_memory
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import fill_sentinel
@@ -20,7 +22,6 @@ from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
 from tunedcomm.state import clean_process
 from tunedcomm.tuner.gang.group import Gang, Trouble, Vote, combine
 from tunedcomm.tuner.gang.protocol import (
-    LOST,
     TOO_LARGE,
     Command,
     Latency,
@@ -61,11 +62,6 @@ CaseKeys: TypeAlias = list[tuple[str, int]]
 _SLOT_OF_SECOND = 3  # after the slots of the odd shapes
 # A candidate leaks if every one of these batches of launches takes more memory.
 _LEAK_BATCHES, _LEAK_LAUNCHES = 5, 4
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True if the error says that a tensor found no memory, on the GPU or on the host."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 class ProblemTensors:

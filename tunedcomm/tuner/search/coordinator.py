@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import cast
 
-from tunedcomm.db.records import Status, Trial, was_tried
+from tunedcomm.db.records import Trial
 from tunedcomm.db.targets import warn_once
+from tunedcomm.db.values import LOST, UNUSABLE, Status, was_tried
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
-from tunedcomm.tuner.gang.protocol import FAILED, LOST, TOO_LARGE, Command, Settings, TrialResult
+from tunedcomm.tuner.gang.protocol import TOO_LARGE, Command, Settings, TrialResult
 from tunedcomm.tuner.search.claims import Claim, Claims
 from tunedcomm.tuner.search.knowledge import Knowledge, is_library
 from tunedcomm.tuner.search.strategy import Strategy
@@ -438,7 +439,7 @@ class Coordinator:
 
     def _assign(self, gang: int, problem: Problem, candidate: Candidate, *, final: bool) -> Command:
         knowledge, library = self._knowledge, self._knowledge.library(problem)
-        works = knowledge.status(problem, library) not in FAILED
+        works = knowledge.status(problem, library) not in UNUSABLE
         command = Command(
             kind="trial",
             problem=problem,

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from tunedcomm.db.records import Trial
 from tunedcomm.db.snapshot import snapshot_of
+from tunedcomm.db.values import LOST, UNUSABLE
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.select import Decision, Registered, choose
 from tunedcomm.spec import (
@@ -25,7 +26,6 @@ from tunedcomm.spec import (
     get_op,
     get_variant,
 )
-from tunedcomm.tuner.gang.protocol import FAILED, LOST
 
 # Finalists a family: more would cost the sweep more time than their curves are worth.
 _MAX_FINALISTS = 24
@@ -97,7 +97,7 @@ class Knowledge:
     def _is_retried(self, trial: Trial) -> bool:
         """True if the candidate, which failed before the sweep, is tried again; the library always is."""
         may = self._retry or is_library(trial.candidate)
-        return may and trial.status in FAILED and (trial.problem, trial.candidate) not in self._tried
+        return may and trial.status in UNUSABLE and (trial.problem, trial.candidate) not in self._tried
 
     def library(self, problem: Problem) -> Candidate:
         """The library with its default config."""
@@ -123,9 +123,9 @@ class Knowledge:
         if not final:
             known = {candidate: trial for candidate, trial in results.items() if not self._is_retried(trial)}
         else:
-            known = {candidate: trial for candidate, trial in results.items() if trial.status in FAILED}
+            known = {candidate: trial for candidate, trial in results.items() if trial.status in UNUSABLE}
             known.update(self._finals.get(problem, {}))
-        settled = {c: trial.latency_p50_us if trial.status not in FAILED else None for c, trial in known.items()}
+        settled = {c: trial.latency_p50_us if trial.status not in UNUSABLE else None for c, trial in known.items()}
         if final:
             lost = {candidate for family, candidate in self._quarantine if family == problem.family}
             settled.update((c, None) for c in lost if c not in settled and (problem, c) not in self.exempt)

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tunedcomm.db.records import Trial, was_tried
+from tunedcomm.db.records import Trial
+from tunedcomm.db.values import FAILURES, was_tried
 from tunedcomm.spec import Problem
-from tunedcomm.tuner.gang.protocol import FAILED, TrialResult
+from tunedcomm.tuner.gang.protocol import TrialResult
 from tunedcomm.tuner.gang.supervisor import GangProgress
 
 
@@ -71,7 +72,7 @@ class SweepCounters:
         self._by_problem[trial.problem] += not trial.final
         if self._first_s is None:
             self._first_s = now
-        if trial.status in FAILED:
+        if trial.status in FAILURES:
             self.failures[trial.status] += 1
 
     def add_binding(self, result: TrialResult, now: float) -> None:

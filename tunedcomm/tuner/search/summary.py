@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tunedcomm.db.records import FAILURES, RAN, Trial, was_tried
+from tunedcomm.db.records import Trial
+from tunedcomm.db.values import FAILURES, RAN, was_tried
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.gang.protocol import FAILED
 from tunedcomm.tuner.search.progress import Progress
 
 
@@ -83,7 +83,7 @@ def summarise_problem(
         best=best,
         library_us=library_us,
         num_trials=len(tried),
-        failures=dict(Counter(r.status for r in tried if r.status in FAILED)),
+        failures=dict(Counter(r.status for r in tried if r.status in FAILURES)),
         library_failure=library[-1] if library and library[-1].status in FAILURES else None,
         reached=reached,
         in_place_us=in_place_us,
