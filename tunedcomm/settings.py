@@ -88,10 +88,6 @@ def _one_of(*values: str) -> Callable[[str], str]:
     return parse
 
 
-def _yes_or_no(text: str) -> bool:
-    return _one_of(*_ON, *_OFF)(text) in _ON
-
-
 def _count_and_way(text: str) -> tuple[int, bool]:
     count, _, way = text.partition(",")
     return _whole(count.strip()), _one_of("raise", "fallback")(way.strip() or "raise") == "fallback"
@@ -147,6 +143,18 @@ def _paths(text: str) -> tuple[str, ...]:
 
 def _file_or_switch(text: str) -> str | bool:
     return True if text.lower() in _ON else text.lower() not in _OFF and text
+
+
+def _switch(name: str, *, default: bool, meaning: str) -> Setting[bool]:
+    """A variable that is 1 for yes or 0 for no."""
+    return Setting(
+        name=name,
+        default=default,
+        default_in_words=str(int(default)),
+        parse=lambda text: _one_of(*_ON, *_OFF)(text) in _ON,
+        allowed="`1` for yes, `0` for no",
+        meaning=meaning,
+    )
 
 
 # Seconds; 0 for never, "check" for a look at what is stored.
@@ -214,22 +222,16 @@ db_patience_s = Setting(
     allowed="a number of seconds >= 0",
     meaning="How long `tunedcomm tune` waits for a database that is away or locked before it gives up.",
 )
-debug = Setting(
-    name="TUNEDCOMM_DEBUG",
+debug = _switch(
+    "TUNEDCOMM_DEBUG",
     default=False,
-    default_in_words="0",
-    parse=_yes_or_no,
-    allowed="`1` for yes, `0` for no",
     meaning="Compares what the ranks of a group ask for before each eager call: op, sizes, dtype and options. Where "
     "they differ, `AgreementError` says in what on every rank and nothing is launched. For finding errors: every call "
     "waits for all ranks. All ranks of a group must agree on it.",
 )
-engines = Setting(
-    name="TUNEDCOMM_ENGINES",
+engines = _switch(
+    "TUNEDCOMM_ENGINES",
     default=True,
-    default_in_words="1",
-    parse=_yes_or_no,
-    allowed="`1` for yes, `0` for no",
     meaning="Serves the collectives of vLLM and SGLang, which load tunedcomm by its entry points. `0` leaves every "
     "engine alone. Set it to the same value on all ranks.",
 )
@@ -266,12 +268,9 @@ mode = Setting(
     meaning="`cached` dispatches from the databases. `off` always runs the library. `force` is `cached`, but a "
     "problem for which no database has an answer is an error instead of a call of the library.",
 )
-nan_check = Setting(
-    name="TUNEDCOMM_NAN_CHECK",
+nan_check = _switch(
+    "TUNEDCOMM_NAN_CHECK",
     default=False,
-    default_in_words="0",
-    parse=_yes_or_no,
-    allowed="`1` for yes, `0` for no",
     meaning="Looks for NaN in the inputs of every op before it is launched, and raises `NanInputError` with op, "
     "rank and count. An eager call waits for its stream, raises at once and is not made: the other ranks miss this "
     "one and raise `PeerTimeoutError`. What a captured graph finds is raised by the group's next call on that "
@@ -295,12 +294,9 @@ numerics = Setting(
     "that may run. With `ordered` results do not depend on tuning, and an op that cannot be so is an error. All ranks "
     "of a group must agree on it.",
 )
-nvtx = Setting(
-    name="TUNEDCOMM_NVTX",
+nvtx = _switch(
+    "TUNEDCOMM_NVTX",
     default=False,
-    default_in_words="0",
-    parse=_yes_or_no,
-    allowed="`1` for yes, `0` for no",
     meaning="Puts an NVTX range that names problem and candidate around every launch, for Nsight Systems and other "
     "profilers. It marks the launch on the host; replays of a graph have none. Without a torch built with CUDA it "
     "does nothing. Ranks may differ in it.",

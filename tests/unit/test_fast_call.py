@@ -12,6 +12,7 @@ from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops import fast_call
 from tunedcomm.ops.adapter import CallSignature
 from tunedcomm.ops.call import paths
+from tunedcomm.ops.fast_call import ServedCall
 
 
 def test_the_docstring_shows_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,9 +24,8 @@ def test_the_docstring_shows_what_is_written(monkeypatch: pytest.MonkeyPatch) ->
     plan: Any = SimpleNamespace(launch=AddressLaunch(print), wants_aligned=True)
     x = torch.ones(64)
     asked = CallSignature(("sum",), (True, False), (-1,), None, None, False, "default")
-    written = fast_call.write_fast_call(
-        communicator, paths["all_reduce"].adapter, plan, ((x, None), (x.clone(),)), asked
-    )
+    served = ServedCall(communicator, paths["all_reduce"].adapter, plan, (x, None), (x.clone(),), asked)
+    written = fast_call.write_fast_call(served)
     assert written is not None
     function = written[0].partition("\n    def call")[2].rpartition("    return call")[0]
     shown = (fast_call.__doc__ or "").partition("    def call")[2]
@@ -47,7 +47,7 @@ def test_the_first_input_is_looked_at_where_peers_may_address_it(name: str, monk
     outputs = tuple(torch.ones(64) for _ in adapter.outputs)
     options = tuple(0 for _ in adapter.options)
     asked = CallSignature(options, (True,) * 2, (-1,) * len(outputs), None, None, False, "default")
-    call = fast_call.make_fast_call(communicator, adapter, plan, ((*inputs, *outputs), outputs), asked)
+    call = fast_call.make_fast_call(ServedCall(communicator, adapter, plan, (*inputs, *outputs), outputs, asked))
     assert call is not None
     assert call(*inputs, *outputs, *options, None, None) is not None
     assert looked[0] is inputs[0]

@@ -418,7 +418,7 @@ class Communicator:
         dropped = self.fast_calls.pop(kind, ())
         for _, plan in dropped:
             plan.kinds.discard(kind)
-        for callback in drop_callbacks if dropped else ():
+        for callback in on_drop if dropped else ():
             callback(self.group, [fast for fast, _ in dropped])
 
     def count_checked(self, what: Hashable) -> int:
@@ -475,7 +475,7 @@ class Communicator:
     def forget_calls(self) -> None:
         """Drop what makes calls fast; it is made anew with the next ones."""
         self.fast_calls = {}
-        for callback in forget_callbacks:
+        for callback in on_forget:
             callback()
 
     def abandon(self, what: str, error: BaseException) -> None:
@@ -741,25 +741,9 @@ def drop_at_exit(holder: object, *names: str) -> None:
     dropped_at_exit[holder] = names
 
 
-release_callbacks: list[Callable[[], None]] = []
-
-
-def on_release(callback: Callable[[], None]) -> None:
-    """Call `callback` whenever communicators are released."""
-    release_callbacks.append(callback)
-
-
-drop_callbacks: list[Callable[[dist.ProcessGroup, list[Any]], None]] = []
-
-
-def on_drop(callback: Callable[[dist.ProcessGroup, list[Any]], None]) -> None:
-    """Call `callback(group, fast calls)` when a communicator drops some: for caches that hold some of them."""
-    drop_callbacks.append(callback)
-
-
-forget_callbacks: list[Callable[[], None]] = []
-
-
-def on_forget(callback: Callable[[], None]) -> None:
-    """Call `callback` when communicators drop their fast calls or are released: for caches that hold some of them."""
-    forget_callbacks.append(callback)
+# Called whenever communicators are released.
+on_release: list[Callable[[], None]] = []
+# Called with the group and the fast calls that a communicator drops: for caches that hold some of them.
+on_drop: list[Callable[[dist.ProcessGroup, list[Any]], None]] = []
+# Called when communicators drop all their fast calls or are released: for caches that hold some of them.
+on_forget: list[Callable[[], None]] = []

@@ -20,9 +20,9 @@ from tunedcomm.dispatch.communicator import (
     Communicator,
     current,
     dropped_at_exit,
-    forget_callbacks,
     left_by,
-    release_callbacks,
+    on_forget,
+    on_release,
 )
 from tunedcomm.errors import GroupAbortedError, GroupError, NotInitializedError, PeerTimeoutError
 from tunedcomm.state import clean_thread
@@ -131,7 +131,7 @@ def _usual_device(group: dist.ProcessGroup) -> torch.device:
 
 def _leave_table(reference: weakref.ref[dist.ProcessGroup]) -> None:
     """Ask again which groups there are, after one was destroyed, and free its memory."""
-    for callback in forget_callbacks:
+    for callback in on_forget:
         callback()
     _drop_destroyed(reference())
 
@@ -185,7 +185,7 @@ def release_communicator(group: dist.ProcessGroup | None = None) -> None:
                 torch.cuda.synchronize(communicator.device)
             communicator.queue.join()
             communicator.release(for_graphs=True)
-    for callback in (*forget_callbacks, *release_callbacks):
+    for callback in (*on_forget, *on_release):
         callback()
 
 
@@ -200,7 +200,7 @@ def release_communicators() -> None:
         communicator.release(for_graphs=False)
     _communicators.clear()
     _ended.clear()
-    for callback in (*forget_callbacks, *release_callbacks):
+    for callback in (*on_forget, *on_release):
         callback()
 
 
@@ -210,7 +210,7 @@ def _disown() -> None:
     _groups_of_parent.update(getattr(dist.distributed_c10d._world, "pg_map", ()) if dist.is_available() else ())
     _communicators.clear()
     dropped_at_exit.clear()  # a group's end waits for threads, which a child does not have
-    for callback in forget_callbacks:
+    for callback in on_forget:
         callback()
 
 

@@ -39,7 +39,7 @@ from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits_library, get_op, get_variant
 
 logger = logging.getLogger("tunedcomm")
-on_release(misses.flush)
+on_release.append(misses.flush)
 
 
 @dataclass(frozen=True, slots=True)

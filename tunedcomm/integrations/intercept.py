@@ -376,7 +376,7 @@ def _forget_all() -> None:
 
 
 # Routings and plans are dropped together, so that a call here runs what the op's own path would run.
-on_forget(_forget_all)
+on_forget.append(_forget_all)
 
 
 def inside(call: Callable[[], Any]) -> Any:

@@ -42,6 +42,7 @@ from tunedcomm.ops.checks import (
 from tunedcomm.ops.fast_call import (
     FAST_CALL_NAME,
     FastCall,
+    ServedCall,
     current_device,
     is_capturing,
     is_plain,
@@ -179,7 +180,7 @@ def _forget_fast_calls(group: dist.ProcessGroup, dropped: list[FastCall]) -> Non
                 last.pop(group, None)
 
 
-on_drop(_forget_fast_calls)
+on_drop.append(_forget_fast_calls)
 
 
 class LastCalls(dict[Group, Callable[..., Result | None]], Generic[Result]):
@@ -205,8 +206,7 @@ class CallPath(Generic[Result]):
         self.switch()
         self._communicators: dict[tuple[Group, torch.device], Communicator] = {}
         paths[adapter.operator] = self
-        on_forget(self._communicators.clear)
-        on_forget(self._forget)
+        on_forget.extend((self._communicators.clear, self._forget))
 
     def switch(self) -> None:
         """Let `last` belong to the policy in force."""
@@ -357,7 +357,7 @@ class CallPath(Generic[Result]):
             if known is None:  # to write a function pays from the second call on
                 communicator.keep_fast_call(kind)
             elif len(known) < _MAX_FAST_CALLS:
-                made = make_fast_call(communicator, adapter, plan, (tensors, results), signature)
+                made = make_fast_call(ServedCall(communicator, adapter, plan, tensors, results, signature))
                 if made is not None:
                     communicator.keep_fast_call(kind, made, plan)
                     lasts[group] = made

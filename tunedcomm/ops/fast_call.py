@@ -179,49 +179,29 @@ def make({values}):
 """
 
 
-def make_fast_call(
-    communicator: Communicator,
-    adapter: OpAdapter,
-    plan: Plan,
-    served: tuple[Tensors, tuple[torch.Tensor, ...]],
-    signature: CallSignature,
-) -> FastCall | None:
+def make_fast_call(call: ServedCall) -> FastCall | None:
     """A function that serves calls like this one and returns None for others, or None where this torch has no guards.
 
-    Args:
-        communicator, adapter, plan: of the call that was served.
-        served: its tensors, which kernels took as they are, and its results.
-        signature: the rest of it. A graph that captured the call keeps its plan.
+    A graph that captured the call keeps its plan.
     """
-    written = write_fast_call(communicator, adapter, plan, served, signature)
+    written = write_fast_call(call)
     return None if written is None else _compiled(written[0])(**written[1])
 
 
-def write_fast_call(
-    communicator: Communicator,
-    adapter: OpAdapter,
-    plan: Plan,
-    served: tuple[Tensors, tuple[torch.Tensor, ...]],
-    signature: CallSignature,
-) -> tuple[str, dict[str, Any]] | None:
+def write_fast_call(call: ServedCall) -> tuple[str, dict[str, Any]] | None:
     """The source of a function `make`, and its arguments, with which it returns the fast call.
 
     Where nothing is allocated, which device is current need not be asked: a kernel of one device's context goes to a
     stream of its own whatever is current, and the driver refuses to launch it on the default stream of another. No
     other RuntimeError has the call made again: it may be a signal handler's, after the launch.
     """
-    tensors, results = served
-    names = (*adapter.inputs, *adapter.outputs)
-    given = {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
-    alias = _repeated(adapter, given, signature.aliases)
-    guarded = [name for name in given if name not in alias]
+    communicator, adapter, signature = call.communicator, call.adapter, call.signature
+    given, guarded = call.given, call.guarded
     if any(given[name].requires_grad for name in guarded):  # a guard does not see whether gradients are recorded now
         return None
     looks_alike = make_guard(*(given[name] for name in guarded))
     if looks_alike is None:
         return None
-    by_address = plan.launch.by_address if isinstance(plan.launch, AddressLaunch) else None
-    call = _Call(communicator, adapter, plan, signature, given, alias, guarded, by_address)
     options, device = [declared.split()[-1] for declared in adapter.options], communicator.device_index
     call.values |= {
         "looks_alike": looks_alike, "want_numerics": signature.numerics, "want_max_sms": signature.max_sms,
@@ -231,17 +211,18 @@ def write_fast_call(
         "stream_of": raw_stream, "captures": is_capturing, "make_empty": empty, "device_now": current_device,
         **dict(zip([f"want_{name}" for name in options], signature.options, strict=True)),
     }  # fmt: skip
-    made = call.allocations(dict(zip(adapter.outputs, results, strict=True)))
+    results = dict(zip(adapter.outputs, call.results, strict=True))
+    made = call.allocations(results)
     has_streams, line = _device_type == "cuda", "\n        "
     parts = {
-        "differs": f"{line}    or ".join(call.differences(names, options)),
+        "differs": f"{line}    or ".join(call.differences(options)),
         "elsewhere": " or ".join(call.wrong_places(has_streams, allocates=bool(made))) or "False",
         "unfit": " or ".join(call.unfit_addresses()) or "False",
         "made": line.join(made) or "pass",
-        "launch": call.launch({**given, **dict(zip(adapter.outputs, results, strict=True))}),
+        "launch": call.launch({**given, **results}),
     }
     source = _FAST_CALL.format(
-        **parts, values=", ".join(call.values), arguments=", ".join((*names, *options)),
+        **parts, values=", ".join(call.values), arguments=", ".join((*call.names, *options)),
         nested=" or ".join(f"{name}.is_nested" for name in guarded),  # PyTorch's guard ends the process with these
         stream="stream_of(device)" if has_streams else "0",
         moved="stream != last_streams[lane]" if has_streams else "False",
@@ -250,39 +231,45 @@ def write_fast_call(
     return source, call.values
 
 
-def _repeated(adapter: OpAdapter, given: dict[str, torch.Tensor], aliases: Sequence[int]) -> dict[str, str]:
-    """Outputs that are an input, and inputs that are an earlier one, to its name: a guard takes no tensor twice."""
-    alias = {out: adapter.inputs[i] for out, i in zip(adapter.outputs, aliases, strict=True) if i >= 0}
-    inputs = [name for name in adapter.inputs if name in given]
-    first = {id(given[name]): name for name in reversed(inputs)}
-    return alias | {name: first[id(given[name])] for name in inputs if first[id(given[name])] != name}
-
-
-@dataclass
-class _Call:
-    """A call that was served, whose parts become lines of source; `values` are what the lines name.
+@dataclass(eq=False)
+class ServedCall:
+    """A call that was served, whose parts become lines of source.
 
     Attributes:
         communicator, adapter, plan, signature: of the call.
+        tensors: its inputs and outputs, which kernels took as they are.
+        results: its results.
+        values: the things that the lines name.
         given: the tensors that the caller passed, by name.
-        alias: names of tensors that are another one, to the other's name.
-        guarded: the names in `given` that are no alias.
+        alias: names of tensors that are another one, to the other's name: outputs that are an input, and inputs that
+            are an earlier one.
+        guarded: the names in `given` that are no alias: a guard takes no tensor twice.
         by_address: the launch by addresses, or None where it takes tensors.
     """
 
     communicator: Communicator
     adapter: OpAdapter
     plan: Plan
+    tensors: Tensors
+    results: tuple[torch.Tensor, ...]
     signature: CallSignature
-    given: dict[str, torch.Tensor]
-    alias: dict[str, str]
-    guarded: list[str]
-    by_address: Callable[..., None] | None
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict, init=False)
 
-    def differences(self, names: Sequence[str], options: Sequence[str]) -> list[str]:
+    def __post_init__(self) -> None:
+        adapter, launch = self.adapter, self.plan.launch
+        self.names = (*adapter.inputs, *adapter.outputs)
+        given = {name: x for name, x in zip(self.names, self.tensors, strict=True) if x is not None}
+        aliases = zip(adapter.outputs, self.signature.aliases, strict=True)
+        inputs = [name for name in adapter.inputs if name in given]
+        first = {id(given[name]): name for name in reversed(inputs)}
+        self.alias = {output: adapter.inputs[index] for output, index in aliases if index >= 0}
+        self.alias |= {name: first[id(given[name])] for name in inputs if first[id(given[name])] != name}
+        self.given, self.guarded = given, [name for name in given if name not in self.alias]
+        self.by_address = launch.by_address if isinstance(launch, AddressLaunch) else None
+
+    def differences(self, options: Sequence[str]) -> list[str]:
         """Conditions under which another call is not like this one."""
-        found = [f"{name} is not None" for name in names if name not in self.guarded and name not in self.alias]
+        found = [f"{name} is not None" for name in self.names if name not in self.guarded and name not in self.alias]
         found += [f"{name} is not {other}" for name, other in self.alias.items()]
         found += [f"not looks_alike({', '.join(self.guarded)})"]
         if self.adapter.depends_on_memory and self.communicator.any_symmetric:
@@ -346,8 +333,7 @@ class _Call:
         self.values |= {f"scalar_{i}": value for i, value in enumerate(scalars)}
         arguments = [f"scalar_{i}" for i in range(len(scalars))]
         if by_address:
-            names = (*adapter.inputs, *adapter.outputs)
-            addresses = [f"at_{alias.get(name, name)}" if name in tensors else "0" for name in names]
+            addresses = [f"at_{alias.get(name, name)}" if name in tensors else "0" for name in self.names]
             return f"launch({', '.join(['stream', *addresses, *arguments])})"
         if all(map(operator.is_, adapter.operands(inputs, options), inputs)):
             sources = [name for name in adapter.inputs if name in tensors]

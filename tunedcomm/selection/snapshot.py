@@ -247,9 +247,9 @@ class Snapshot:
         """The op's rows of all sizes by family, a problem without a shape, and by whether they are borrowed."""
         return self._families.get(op, {})
 
-    def family_rows(self, problem: Problem, *, borrowed: bool = False) -> tuple[Row, ...]:
-        """Rows of all sizes of the family of `problem`: of this hardware, or the borrowed ones."""
-        return self.families(problem.op).get((problem.family, borrowed), ())
+    def family_rows(self, problem: Problem) -> tuple[Row, ...]:
+        """Rows of this hardware, of all sizes of the family of `problem`."""
+        return self.families(problem.op).get((problem.family, False), ())
 
     def variants(self, op: str) -> tuple[tuple[str, str], ...]:
         """The variants, as op and name, of rows and failures at problems of `op`."""

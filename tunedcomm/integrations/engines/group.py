@@ -39,6 +39,8 @@ from tunedcomm.ops.rms_norm import all_reduce_rms_norm
 
 # The engine's own collectives come between the word of every rank and the first call, so nobody waits this long.
 _MEET_S = 30.0
+# The name of fused norms in the record.
+NORM_CALL = "fused norm"
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -147,7 +149,6 @@ class EngineGroup:
 
     def serve_norm(
         self,
-        call: str,
         x: torch.Tensor,
         weight: torch.Tensor,
         residual: torch.Tensor,
@@ -162,7 +163,7 @@ class EngineGroup:
 
         y is fp8 divided by `scale` where there is one.
         """
-        if not self._ready(call):
+        if not self._ready(NORM_CALL):
             return None
         out_dtype = None if scale is None else torch.float8_e4m3fn
         path, options = paths["all_reduce_rms_norm"], (eps, out_dtype)
@@ -170,7 +171,7 @@ class EngineGroup:
             path = paths["all_reduce_rms_norm_quantized"]
             options = (eps, "tensor" if out_dtype else "", "row", False, False, weight_offset)  # type: ignore[assignment]
         try:
-            if self._routed.serves(call, path.adapter, x, options, others=(weight, None, residual, scale)) is None:
+            if self._routed.serves(NORM_CALL, path.adapter, x, options, others=(weight, None, residual, scale)) is None:
                 return None
             with no_intercept():
                 return all_reduce_rms_norm(
@@ -187,7 +188,7 @@ class EngineGroup:
                     weight_offset=weight_offset,
                 )
         except BaseException as error:
-            leave(error, call, x, self._routed.group)
+            leave(error, NORM_CALL, x, self._routed.group)
             raise
 
     def pass_on(self, call: str, why: str) -> None:

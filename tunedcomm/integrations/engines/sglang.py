@@ -129,7 +129,7 @@ def fused_norm(
     """SGLang's operator: (norm, new residual), or None where SGLang's own kernel is to run."""
     find = importlib.import_module("sglang.srt.layers.flashinfer_comm_fusion").resolve_fusion_group
     tuned: EngineGroup | None = getattr(find(use_attn_tp_group=use_attn_tp_group)[2], "tuned", None)
-    return None if tuned is None else tuned.serve_norm("fused norm", input_tensor, weight, residual, eps)
+    return None if tuned is None else tuned.serve_norm(input_tensor, weight, residual, eps)
 
 
 def norm(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

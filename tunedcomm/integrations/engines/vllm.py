@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tunedcomm.integrations.engines.group import EngineGroup, are_equal, serve_operator
+from tunedcomm.integrations.engines.group import NORM_CALL, EngineGroup, are_equal, serve_operator
 
 # The mixin's methods call the methods of the class behind it.
 _Base: Any = object
@@ -167,11 +167,10 @@ def fused_norm(
         return None
     is_fp8 = pattern_code == _FP8 and quant_out is not None and quant_out.dtype == torch.float8_e4m3fn
     if not (is_fp8 and scale_factor is not None) and not (pattern_code == _PLAIN and quant_out is None):
-        tuned.pass_on("fused norm", f"pattern {pattern_code} of FlashInfer")
+        tuned.pass_on(NORM_CALL, f"pattern {pattern_code} of FlashInfer")
         return None
     x, held, norm, quantized = map(_rows, (allreduce_in, residual, norm_out, quant_out))
     found = tuned.serve_norm(
-        "fused norm",
         x,
         rms_gamma,
         held,

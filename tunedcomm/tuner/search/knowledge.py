@@ -154,9 +154,9 @@ class Knowledge:
         ranked = sorted(cost, key=lambda candidate: (cost[candidate], str(candidate)))
         return [c for c in ranked if get_variant(problem.op, c.variant).waits_time_out][:count]
 
-    def best_per_sm_limit(self, problem: Problem, policy: NumericsPolicy = "default") -> list[Candidate]:
-        """The fastest challengers that take at most 1, 2, 4, … SMs, for callers that compute beside the call."""
-        cost, sms = self._challengers(problem, policy, ("ok", "pruned")), dict[Candidate, int]()
+    def best_per_sm_limit(self, problem: Problem) -> list[Candidate]:
+        """The fastest challengers of the default policy that take at most 1, 2, 4, … SMs, for calls beside work."""
+        cost, sms = self._challengers(problem, "default", ("ok", "pruned")), dict[Candidate, int]()
         for candidate in cost:
             variant = get_variant(problem.op, candidate.variant)
             taken = variant.num_blocks(problem, candidate.config_dict)
