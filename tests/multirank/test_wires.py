@@ -22,8 +22,8 @@ kernels.discover()
 RANKS = Ranks(forget=False, env={"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_MISS_LOG": "0"}, timeout=500)
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
 NAMES = {
-    "all_reduce": ("host_quantized", "one_shot_quantized", "two_shot_quantized"),
-    "reduce_scatter": ("host_quantized", "one_shot_quantized"),
+    "all_reduce": ("host_quantized", "lamport_quantized", "one_shot_quantized", "two_shot_quantized"),
+    "reduce_scatter": ("host_quantized", "lamport_quantized", "one_shot_quantized"),
     "all_gather": ("host_quantized", "one_shot_quantized"),
 }
 SIZES = (1, 127, 128, 1000, 4099)
@@ -79,6 +79,8 @@ def test_many_chunks(rank: int, world_size: int, op: str) -> None:
             config = {"num_blocks": 1, "num_warps": 4, "num_chunks": chunks}
             if name == "host_quantized":
                 config = {"chunk_kib": 16 * chunks, "spins": 1, "threads": 1}
+            elif name == "lamport_quantized":
+                config = {"num_blocks": 2, "num_warps": 4, "items": max(chunks // 2, 1), "launch_pdl": False}
             problem = problem_of(op, numel, "bfloat16", world_size, WIRES[chunks % 2])
             if get_variant(op, name).infeasible(problem, config, limits_of(get_communicator())) is None:
                 for seed in (1, 2):
@@ -103,13 +105,18 @@ def test_special_values(rank: int, world_size: int, op: str, wire: str) -> None:
                 groups[5, 17], groups[6, 0], groups[7, 127] = float("nan"), float("inf"), float("-inf")
             groups[8, 1:] = 0.0
             groups[8, 1] = -1e-6
+            groups[9], groups[9, 64] = 0.0, 4.0
+            groups[9, 3:32:4] = -1e-9  # as e4m3 −0.0: words that are the Lamport sentinel
+            groups[10] = 0.0
+            if dtype == "float32":  # NaN whose low byte is 0x80, which interpreted kernels keep as its int8
+                groups[10].view(torch.int32)[3::4] = 0x7FC00080
         check_bits(problem, name, everyone)
         if op == "all_reduce":
             (out,) = launch_variant(get_communicator(), problem, name, (everyone[rank][0].clone(),))
             groups = out[: len(out) // 128 * 128].view(-1, 128)
             assert bool((bits_of(groups[:2]) == 0).all())
             assert bool(groups[5:8].isnan().all())
-            assert bool(groups[:5].isfinite().all() and groups[8:].isfinite().all())
+            assert bool(groups[:5].isfinite().all() and groups[8:10].isfinite().all() and groups[11:].isfinite().all())
             torch.testing.assert_close(groups[4], torch.full_like(groups[4], 3.25 * world_size), rtol=1e-2, atol=0)
 
 

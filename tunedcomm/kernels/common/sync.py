@@ -521,6 +521,76 @@ def poll_packets_and_words(
 
 
 @triton.constexpr_function
+def _poll_wires_asm(peers, items, step):
+    """PTX that loads `items` packets, `step` bytes apart, and one beside them of each of `peers` slots until all come.
+
+    Operands: 4 · (items + 1) · peers outputs, then address of the first packet in slot 0, address of the packet beside,
+    slot stride, wanted packets as bits, the rank before the one that fills slot 0, timeout, status.
+    """
+    each = items + 1
+    count = peers * each
+    address, beside, stride, wanted, rank, timeout, status = (f"${4 * count + i}" for i in range(7))
+    lines = ["{", _WAIT_REGISTERS, ".reg .u32 bit;"]
+    lines += [f".reg .pred use{i};" for i in range(count)] + [f".reg .u64 a{t}, b{t};" for t in range(peers)]
+    lines += [f"mov.u32 ${i}, 0;" for i in range(4 * count)] + [f"mov.u64 a0, {address};", f"mov.u64 b0, {beside};"]
+    for t in range(1, peers):
+        lines += [f"add.u64 a{t}, a{t - 1}, {stride};", f"add.u64 b{t}, b{t - 1}, {stride};"]
+    poll, missed = [], []
+    for i in range(count):
+        t, item = divmod(i, each)
+        outs = ", ".join(f"${4 * i + w}" for w in range(4))
+        lines += [f"and.b32 bit, {wanted}, {1 << item if item < items else 1};", f"setp.ne.u32 use{i}, bit, 0;"]
+        place = f"a{t}+{item * step}" if item < items else f"b{t}"
+        poll.append(f"@use{i} ld.relaxed.sys.global.v4.u32 {{{outs}}}, [{place}];")
+        missed += [f"cvt.u32.u64 tmp, {rank};", f"add.u32 tmp, tmp, {t + 1};", f"setp.gt.u32 bad, tmp, {peers};"]
+        missed += [f"@bad sub.u32 tmp, tmp, {peers + 1};", "mul.wide.u32 slot, tmp, 4;", "add.u64 slot, slot, block;"]
+        missed += [f"and.pred bad, use{i}, late;", "@bad st.volatile.global.u32 [slot+4], number;"]
+    for i in range(count):
+        poll.append(f"setp.eq.u32 use{i}, ${4 * i}, 0x80000000;")
+        poll += [f"setp.eq.or.u32 use{i}, ${4 * i + w}, 0x80000000, use{i};" for w in range(1, 4)]
+    poll.append("mov.pred any, use0;")
+    poll += [f"or.pred any, any, use{i};" for i in range(1, count)]
+    lines += [_bounded_loop(poll, missed, timeout, status), "}"]
+    return "\n".join(lines)
+
+
+@triton.jit
+def poll_wires(
+    address, beside, slot_bytes, wanted, rank, timeout_ns, status,
+    PEERS: tl.constexpr, ITEMS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Wait for ITEMS packets and one beside them of every slot; 4 · (ITEMS + 1) · PEERS words, slot by slot.
+
+    All loads come before the first comparison, and again for those that have not come.
+
+    Args:
+        address, beside: int64 tensors, the places of the first packet and of the one beside in slot 0, which rank
+            `rank` + 1 fills; slot t lies t × `slot_bytes` further, packet j of it j × STEP. Threads of a warp may share
+            the packet beside: all of them have read it when the call ends.
+        wanted: int32 tensor, bit j for packet j; bit 0 also for the packet beside. Words of others are 0.
+        timeout_ns, status: see the module's text.
+    """
+    if INTERPRET:
+        words = ()
+        for t in tl.static_range(PEERS):
+            ranks = tl.zeros(address.shape, tl.int32) + ((rank + 1 + t) % (PEERS + 1)).to(tl.int32)
+            for j in tl.static_range(ITEMS):
+                place = address + t * slot_bytes + j * STEP
+                words = words + poll_from(place, (wanted & (1 << j)) != 0, ranks, timeout_ns, status)
+            words = words + poll_from(beside + t * slot_bytes, (wanted & 1) != 0, ranks, timeout_ns, status)
+        return words
+    else:
+        return tl.inline_asm_elementwise(
+            _poll_wires_asm(PEERS, ITEMS, STEP),
+            _outs(4 * (ITEMS + 1) * PEERS, "l,l,l,r,l,l,l"),
+            [address, beside, slot_bytes, wanted, rank, timeout_ns, status],
+            dtype=_u32s(4 * (ITEMS + 1) * PEERS),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.constexpr_function
 def _poll_from_asm():
     """PTX that loads one packet until no word of it is the sentinel.
 

@@ -34,7 +34,7 @@ from tunedcomm.kernels.common.feasibility import packets_a_block, refuse_kernels
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, mean
 from tunedcomm.kernels.common.reference import SUM_DTYPES
-from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant
+from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, KernelVariant, RingVariant
 from tunedcomm.kernels.common.wire import (
     load_wire,
     num_wire_packets,
@@ -50,7 +50,7 @@ from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
 
 @triton.jit
-def _reduced(wires, WIRE: tl.constexpr, AVG: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def reduced_wires(wires, WIRE: tl.constexpr, AVG: tl.constexpr, WORLD_SIZE: tl.constexpr):
     """The fp32 sums or means of all ranks' wires, 16 a packet."""
     sums = sum_wires(wires, 0, WORLD_SIZE, WIRE)
     if AVG:
@@ -118,7 +118,7 @@ def one_shot_quantized_kernel(
                         values = sum_wires(wires, i, 1, WIRE)
                         write_values(out + i * nbytes, packet, numel, values, mask, DTYPE, WIDTH, TAIL, ALIGN)
                 else:
-                    values = _reduced(wires, WIRE, AVG, WORLD_SIZE)
+                    values = reduced_wires(wires, WIRE, AVG, WORLD_SIZE)
                     write_values(out, packet, numel, values, mask, DTYPE, WIDTH, TAIL, ALIGN)
     # 3. Wait until every peer has read all of its scatter area that this block fills.
     arrive(peers, rank, epoch + 1 + num_chunks, WORLD_SIZE)
@@ -169,7 +169,7 @@ def two_shot_quantized_kernel(
                 wires = ()
                 for i in tl.static_range(WORLD_SIZE):
                     wires = wires + load_wire(area, area + all_slots, i * slot + at - lap, mask)
-                wire = quantise(_reduced(wires, WIRE, AVG, WORLD_SIZE), WIRE)
+                wire = quantise(reduced_wires(wires, WIRE, AVG, WORLD_SIZE), WIRE)
                 for i in tl.static_range(WORLD_SIZE - 1):
                     area = peers[i] + gather
                     store_wire(area, area + all_slots, rank * slot + at - lap, wire, mask)
@@ -193,30 +193,16 @@ def two_shot_quantized_kernel(
     write_counter(local, epoch + 2 * num_chunks, EPOCH_OFFSET)
 
 
-class _Quantized(RingVariant):
+class QuantizedVariant(KernelVariant):
     """A variant of an op whose problems name a wire as their scaling."""
 
     numerics = "quantized"
-    packet_bytes = PACKET_BYTES + 1  # and an eighth of a scale
-    space = Space({**PUSH_GRID, "num_chunks": PowerOfTwo(1, 64)})
-    max_rounds = 64
-    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         reductions = ("",) if problem.op == "all_gather" else ("sum", "avg")
         return refuse_result(problem, wide=False, quantized=True) or refuse_kernels(
             problem, limits, SUM_DTYPES, reductions
         )
-
-    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if (packets := packets_a_block(config)) * problem.world_size > _MAX_PACKETS:
-            return f"{packets} packets of {problem.world_size} ranks a block at once spill registers"
-        return self.refuse_ring(problem, config, limits)
-
-    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        packets = self.work_packets(problem)
-        chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 19 else 16
-        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "num_chunks": chunks}
 
     def work_packets(self, problem: Problem) -> int:
         return wire_packets(problem.numel)
@@ -239,7 +225,24 @@ class _Quantized(RingVariant):
 _MAX_PACKETS = 2048
 
 
-class _OneShot(_Quantized):
+class _Ring(QuantizedVariant, RingVariant):
+    packet_bytes = PACKET_BYTES + 1  # and an eighth of a scale
+    space = Space({**PUSH_GRID, "num_chunks": PowerOfTwo(1, 64)})
+    max_rounds = 64
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if (packets := packets_a_block(config)) * problem.world_size > _MAX_PACKETS:
+            return f"{packets} packets of {problem.world_size} ranks a block at once spill registers"
+        return self.refuse_ring(problem, config, limits)
+
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        packets = self.work_packets(problem)
+        chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 19 else 16
+        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "num_chunks": chunks}
+
+
+class _OneShot(_Ring):
     name = "one_shot_quantized"
     summary = "quantised payloads pushed to every rank and taken in rank order; rounds to the wire once"
     kernels: tuple[Any, ...] = (one_shot_quantized_kernel,)
@@ -259,7 +262,7 @@ class AllGatherOneShot(_OneShot, registered=True):
     op = "all_gather"
 
 
-class AllReduceTwoShot(_Quantized, registered=True):
+class AllReduceTwoShot(_Ring, registered=True):
     op = "all_reduce"
     name = "two_shot_quantized"
     summary = "quantised slices pushed to their owners, whose quantised sums come back; rounds to the wire twice"
