@@ -30,13 +30,17 @@ def asked(op: str, shape: tuple[int, int, int, int], world_size: int, **extras: 
 
 
 def check(communicator: Communicator, problem: Problem, variant: str, seed: int, kind: str, config: Any = None) -> None:
-    """Every variant, the library too, gives the bits of the reference; inputs are left as they were."""
+    """Every variant, the library too, gives the bits of the reference, a quantised one of its own; inputs stay."""
     spec, everyone = get_op(problem.op), inputs_of_all(problem, seed, kind)
     mine = tuple(tensor.clone() for tensor in everyone[communicator.rank])
     outputs = spec.mask_unspecified(problem, (), launch_variant(communicator, problem, variant, mine, config))[1]
     assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(mine, everyone[communicator.rank], strict=True))
-    assert spec.ordered_reference is not None
-    expected = spec.ordered_reference(problem, everyone, communicator.rank)
+    if get_variant(problem.op, variant).numerics == "quantized":
+        assert spec.quantized_references is not None
+        (expected,) = spec.quantized_references(problem, everyone, communicator.rank)
+    else:
+        assert spec.ordered_reference is not None
+        expected = spec.ordered_reference(problem, everyone, communicator.rank)
     for number, (got, due) in enumerate(zip(outputs, expected, strict=True)):
         assert torch.equal(bits_of(got), bits_of(due)), (str(problem), variant, kind, number)
 

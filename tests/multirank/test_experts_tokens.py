@@ -15,6 +15,7 @@ from variant_checks import limits_of
 
 import tunedcomm
 from tunedcomm.dispatch.groups import get_communicator
+from tunedcomm.fp8 import WIRES
 from tunedcomm.spec import variants
 
 SHAPES = [(7, 128, 2, 12), (3, 64, 8, 60)]
@@ -57,6 +58,49 @@ def test_bits(world_size: int) -> None:
     shapes = SHAPES + LARGE if FULL else SHAPES
     every = {(*way, variant) for way, variant in itertools.product(WAYS, PLAIN)}
     assert all(every <= ran for ran in run_ranks(world_size, bits_body, shapes, timeout=280))
+
+
+def wires_body(rank: int, world_size: int) -> set[str]:
+    """Rows that travel quantised: bits of the reference, and what the public call makes of them."""
+    communicator, ran = get_communicator(), set()
+    limits = limits_of(communicator)
+    for seed, (layout, wire) in enumerate(itertools.product(("tokens", "rank"), WIRES)):
+        for shape in ((7, 256, 2, 12), (1, 128, 8, 60)):
+            dtype, kind = ("bfloat16", "float32", "float16")[seed % 3], ("random", "integers")[seed % 2]
+            problem = asked("ep_combine", shape, world_size, layout=layout, dtype=dtype, scaling=wire)
+            for name, variant in variants("ep_combine").items():
+                if variant.infeasible(problem, variant.default(problem, limits), limits) is None:
+                    check(communicator, problem, name, seed, kind)
+                    ran.add(name)
+        # More pieces than the ring holds, tokens in two parts.
+        problem = asked("ep_combine", (7, 1024, 2, 6), world_size, layout=layout, scaling=wire)
+        config = {"num_blocks": 2, "num_warps": 1, "split": 1 + seed % 2, "chunk_tokens": 1 + (seed + 1) % 2}
+        check(communicator, problem, "push_quantized", seed, "integers", config)
+    ids = torch.arange(6).view(3, 2) % (2 * world_size)
+    sent = tunedcomm.ep_dispatch(torch.randn(3, 128), ids, num_experts=2 * world_size, layout="contiguous")
+    results = (torch.randn(sent.tokens.shape) + rank).requires_grad_()
+    weights, sums = torch.rand(3, 2), []
+    for wire in (None, *WIRES):
+        sums.append(tunedcomm.ep_combine(results, sent, weights, reduce="rank", wire=wire))
+    for quantised, most in zip(sums[1:], (0.04, 0.012), strict=True):
+        error = (quantised - sums[0]).norm() / sums[0].norm()
+        assert 0 < error < most, error
+    sums[1].sum().backward()
+    assert results.grad is not None
+    exact = torch.autograd.grad(tunedcomm.ep_combine(results, sent, weights, reduce="rank").sum(), results)[0]
+    assert torch.equal(results.grad, exact), "gradients are not quantised"
+    ordered = tunedcomm.ep_combine(results, sent, weights, reduce="rank", wire=WIRES[0], numerics="ordered")
+    assert torch.equal(ordered, sums[0])
+    for bad in ({"wire": WIRES[0]}, {"wire": "fp4", "reduce": "rank"}):
+        with pytest.raises(tunedcomm.UnsupportedInputError, match="wire"):
+            tunedcomm.ep_combine(results, sent, weights, **bad)  # type: ignore[arg-type]
+    return ran
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rows_travel_quantised(world_size: int) -> None:
+    for ran in run_ranks(world_size, wires_body, timeout=200):
+        assert ran == {"library", "push_quantized", "host_quantized"}
 
 
 def cases_of(world_size: int, tokens: int, topk: int, how: str, hidden: int, seed: int) -> list[Case]:

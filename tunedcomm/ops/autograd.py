@@ -392,7 +392,7 @@ def ep_dispatch_tokens(ctx: Any, grad: torch.Tensor, _: Any, grad_weights: torch
     held, ids = ctx.saved_tensors
     group_size, group, max_sms = ctx.settings
     rest = (group_size, group, None, max_sms)
-    grad_x = _ops.ep_combine_tokens(grad, held, ids, ctx.options[0], *rest)
+    grad_x = _ops.ep_combine_tokens(grad, held, ids, ctx.options[0], "", *rest)
     if ctx.weights_dtype is None:
         return grad_x, None, None
     return grad_x, None, _ops.reduce_scatter(grad_weights, "sum", 0, *rest).to(ctx.weights_dtype)

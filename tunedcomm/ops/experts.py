@@ -16,7 +16,7 @@ from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import NotInitializedError, TunedCommError, UnsupportedInputError
-from tunedcomm.fp8 import GROUP
+from tunedcomm.fp8 import GROUP, Wire
 from tunedcomm.kernels.common.reference import weighted_sum
 from tunedcomm.kernels.moe.op import (
     ALIGNMENT,
@@ -41,7 +41,7 @@ from tunedcomm.kernels.moe.op import (
 from tunedcomm.ops import autograd
 from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Results, Tensors, problem_of
 from tunedcomm.ops.call import CallPath, paths
-from tunedcomm.ops.checks import FLOATS, check_dtype, is_traced
+from tunedcomm.ops.checks import FLOATS, check_dtype, check_wire, is_traced
 from tunedcomm.ops.collectives import all_gather
 from tunedcomm.ops.fast_call import is_capturing, raw_stream, world
 from tunedcomm.ops.symmetric import symmetric_empty
@@ -370,7 +370,7 @@ class _CombineSorted(OpAdapter):
     op = "ep_combine"
     inputs: tuple[str, ...] = ("expert_out", "topk_weights", "topk_ids", "rows")
     layout = ""
-    options = ("int num_experts",)
+    options: tuple[str, ...] = ("int num_experts",)
     gradient = autograd.keep_results, autograd.ep_combine
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
@@ -393,9 +393,13 @@ class _CombineSorted(OpAdapter):
         results, ids = inputs[0], inputs[2]
         shape = (ids.shape[0], results.shape[-1], ids.shape[1], options[0])
         made: Problem = make(
-            self.op, shape, FLOATS[results.dtype], world_size, reduction="", layout=self.layout, mode="eager"
+            self.op, shape, FLOATS[results.dtype], world_size, reduction="", layout=self.layout, mode="eager",
+            scaling=options[1] if len(options) > 1 else "",
         )  # fmt: skip
         return made
+
+    def under_policy(self, problem: Problem, policy: NumericsPolicy) -> Problem:
+        return replace(problem, scaling="") if policy == "ordered" else problem
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         return [((inputs[2].shape[0], inputs[0].shape[-1]), inputs[0].dtype)]
@@ -408,7 +412,7 @@ class _CombineSorted(OpAdapter):
         return True
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
-        return (*inputs, *outputs), (problem.shape[3],)
+        return (*inputs, *outputs), (problem.shape[3], problem.scaling)[: len(self.options)]
 
     def asks_for(self, problem: Problem) -> bool:
         return problem.layout == self.layout
@@ -431,6 +435,7 @@ class _CombineSorted(OpAdapter):
 class _CombineByRank(_CombineSorted):
     inputs = ("expert_out", "weights", "topk_ids", "rows")
     layout = BY_RANK
+    options = ("int num_experts", "str wire")
     gradient = autograd.keep_results, autograd.ep_combine_rank
 
     @property
@@ -562,6 +567,7 @@ class _DispatchPath(CallPath[Any]):
 class _CombineByToken(_CombineSorted):
     inputs = ("rows_out", "expert_ids", "topk_ids")
     layout = BY_TOKEN
+    options = ("int num_experts", "str wire")
     depends_on_memory = True
     gradient = autograd.keep_topk_ids, autograd.ep_combine_tokens
 
@@ -898,6 +904,7 @@ def ep_combine(
     topk_weights: torch.Tensor | None = None,
     *,
     reduce: Reduction = "token",
+    wire: Wire | None = None,
     out: torch.Tensor | None = None,
     numerics: NumericsPolicy | None = None,
     max_sms: int | None = None,
@@ -917,6 +924,8 @@ def ep_combine(
             `rank`: each rank sums the results of its experts for a token by weight and sends one row, and the token's
             rank adds the ranks' rows: fewer bytes, but two roundings. The ranks' weights are exchanged first, unless
             they were passed to `ep_dispatch`.
+        wire: for the layout `tokens` and `reduce="rank"`: rows travel quantised, as in `all_reduce`, in groups of 128
+            elements; the own row counts as quantised, too. The same on every rank. Gradients are not quantised.
         out: where to write, [T, H] of expert_out's dtype, any strides. None allocates it.
         numerics: as in `all_reduce`. Ordered: summed from +0.0 in fp32 in the order of K, in the layout `tokens` of the
             ranks, rounded once; with `reduce="rank"` in the order of K on each rank, rounded once, then of the ranks,
@@ -944,6 +953,10 @@ def ep_combine(
             raise UnsupportedInputError(
                 f"reduce={reduce!r} is none here; allowed: 'token', and 'rank' for padded and contiguous layouts"
             )
+        if wire is not None:
+            check_wire("ep_combine", expert_out, wire)
+            if not by_token and reduce != "rank":
+                raise UnsupportedInputError("wire of ep_combine is for the layout 'tokens' and for reduce='rank'")
         if not isinstance(sent, (TokenDispatchResult, DispatchResult)):
             raise UnsupportedInputError(f"sent is a {type(sent).__name__}; pass what ep_dispatch returned")
         travelled = by_token or (reduce == "rank" and sent.weights is not None)
@@ -959,12 +972,13 @@ def ep_combine(
             if sent.buffers is not None:
                 sent.buffers.check(sent.turn)
             tensors = (expert_out, sent.expert_ids, sent.topk_ids, out)
-            return _combine_tokens.call(tensors, (sent.num_experts,), sent.group, numerics, max_sms)
+            return _combine_tokens.call(tensors, (sent.num_experts, wire or ""), sent.group, numerics, max_sms)
         weights = topk_weights if reduce == "token" else sent.weights
         if weights is None and topk_weights is not None:
             _check_weights("ep_combine", topk_weights, sent.topk_ids)
             weights = _of_all_ranks(topk_weights, sent.group, max_sms)
-        given, options = (expert_out, weights, sent.topk_ids, sent.rows, out), (sent.num_experts,)
+        given: Tensors = (expert_out, weights, sent.topk_ids, sent.rows, out)
+        options = (sent.num_experts,) if reduce == "token" else (sent.num_experts, wire or "")
         if isinstance(expert_out, torch.Tensor) and expert_out.shape[:-1] != (due := sent.tokens.shape[:-1]):
             if expert_out.dim() != 2 or len(due) > 1 or len(expert_out) > due[0]:
                 path.refuse(given, options, sent.group, numerics, tuple(due))

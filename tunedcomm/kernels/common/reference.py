@@ -19,7 +19,7 @@ SUM_DTYPES = ("bfloat16", "float16", "float32")  # that kernels sum
 WIDE = "float32"  # layout of reductions whose results are fp32 sums of 16-bit floats, never rounded between
 _KIB, _MIB = 1 << 10, 1 << 20
 # ‖out − ref‖ / ‖ref‖ of random values that were quantised twice.
-_WIRE_TOLERANCE = {FP8_WIRE: 5e-2, INT8_WIRE: 1.5e-2}
+WIRE_TOLERANCE = {FP8_WIRE: 5e-2, INT8_WIRE: 1.5e-2}
 
 
 def generator_of(rank: int, seed: int, device: Any) -> torch.Generator:
@@ -206,7 +206,7 @@ def register_reduction(
             make_outputs=outputs_like,
             reference=reference,
             # ‖out − ref‖ / ‖ref‖ of a sum of up to 8 ranks: a few roundings in the payload's dtype.
-            tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14, **_WIRE_TOLERANCE},
+            tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14, **WIRE_TOLERANCE},
             message_bytes=lambda problem: problem.nbytes,
             busbw_factor=shard_factor if scatters else all_reduce_factor,
             default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib, host_largest=host_largest),
@@ -294,7 +294,7 @@ def register_move(
             make_inputs=make_inputs,
             make_outputs=make_outputs,
             reference=reference,
-            tolerance=dict.fromkeys(DTYPES, 0.0) | {wire: _WIRE_TOLERANCE[wire] for wire in scalings if wire},
+            tolerance=dict.fromkeys(DTYPES, 0.0) | {wire: WIRE_TOLERANCE[wire] for wire in scalings if wire},
             message_bytes=lambda problem: problem.nbytes,
             busbw_factor=shard_factor if is_per_rank else lambda world_size: 1.0,
             default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib),

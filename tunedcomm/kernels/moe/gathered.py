@@ -17,7 +17,7 @@ from typing import Any
 from tunedcomm.kernels.all_gather.copy_engine import CopyEngine
 from tunedcomm.kernels.all_gather.host import HostOneShot
 from tunedcomm.kernels.all_to_all.host import HostOneShot as HostAllToAll
-from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.feasibility import Launch, refuse_result
 from tunedcomm.kernels.common.host import HostComposed
 from tunedcomm.kernels.common.variant import Collective, ComposedVariant, Workspace
 from tunedcomm.kernels.moe.op import BY_RANK, BY_TOKEN, bytes_of_wire_row, combine_by_token, dispatch_by
@@ -49,19 +49,29 @@ class CombineHost(HostComposed, registered=True):
     op = "ep_combine"
     summary = "CPU tensors: all_to_all in shared memory, then PyTorch operators that sum; layouts tokens, rank"
     algorithms = {"one_shot": HostAllToAll.variant}  # noqa: RUF012 - never changed
+    on_wire = False
 
     def collective_problem(self, problem: Problem) -> Problem:
         """The exchange of all rows, also of those that hold no token."""
         tokens, hidden = problem.shape[:2]
-        shape = (tokens * hidden * ITEMSIZE[problem.dtype],)
-        return replace(problem, shape=shape, dtype="uint8", layout="", input_kind="plain")
+        shape = (tokens * hidden * ITEMSIZE["float32" if self.on_wire else problem.dtype],)
+        return replace(problem, shape=shape, dtype="uint8", layout="", scaling="", input_kind="plain")
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return None if problem.layout in (BY_TOKEN, BY_RANK) else "rows of each expert go to the library on CPUs"
+        if problem.layout not in (BY_TOKEN, BY_RANK):
+            return "rows of each expert go to the library on CPUs"
+        return refuse_result(problem, quantized=self.on_wire)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        launch = self.collectives(problem, config)[0].bind(workspace)
-        return combine_by_token(lambda come, sent, stream: launch((sent,), (come,), stream), problem)
+        launch, on_wire = self.collectives(problem, config)[0].bind(workspace), self.on_wire
+        return combine_by_token(lambda come, sent, stream: launch((sent,), (come,), stream), problem, on_wire=on_wire)
+
+
+class CombineHostQuantized(CombineHost, registered=True):
+    name = "host_quantized"
+    summary = "CPU tensors: quantised rows, widened, through shared memory, then PyTorch operators that sum"
+    numerics = "quantized"
+    on_wire = True
 
 
 class DispatchCopyEngine(_Gathered, registered=True):

@@ -47,9 +47,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tunedcomm.errors import CapacityError, UnsupportedInputError
-from tunedcomm.fp8 import E4M3_MAX, GROUP, to_e4m3
+from tunedcomm.fp8 import E4M3_MAX, GROUP, WIRES, sent, to_e4m3
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.reference import SUM_DTYPES, draw, draw_any, generator_of, weighted_sum
+from tunedcomm.kernels.common.reference import (
+    SUM_DTYPES,
+    WIRE_TOLERANCE,
+    draw,
+    draw_any,
+    generator_of,
+    weighted_sum,
+)
 from tunedcomm.kernels.common.variant import LibraryVariant, Workspace, all_gather_single
 from tunedcomm.metrics import shard_factor
 from tunedcomm.space import Config
@@ -85,8 +92,8 @@ class Sizes(NamedTuple):
 def sizes_of(problem: Problem) -> Sizes:
     """The sizes of a problem of either op."""
     tokens, hidden, topk, experts = problem.shape
-    scales = {"": 0, "token": 1, "group128": hidden // GROUP}[problem.scaling]
-    row_bytes = hidden * (1 if problem.scaling else ITEMSIZE[problem.dtype])
+    scales = {"token": 1, "group128": hidden // GROUP}.get(problem.scaling, 0)
+    row_bytes = hidden * (1 if scales else ITEMSIZE[problem.dtype])
     local = experts // problem.world_size
     return Sizes(tokens, hidden, topk, experts, local, row_bytes, scales, row_bytes + 4 * scales)
 
@@ -554,6 +561,11 @@ def _combine_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
     return (torch.empty(s.tokens, s.hidden, dtype=getattr(torch, problem.dtype), device=device),)
 
 
+def on_wire_of(rows: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Rows as they arrive over the problem's wire, in fp32."""
+    return sent(rows.reshape(-1), problem.scaling).view(rows.shape)
+
+
 def sum_by_token(parts: Sequence[torch.Tensor], ids: torch.Tensor, problem: Problem) -> torch.Tensor:
     """The sum of [T, H] of every rank in order, of those that have experts of the token, as ep_combine rounds it."""
     import torch
@@ -562,18 +574,19 @@ def sum_by_token(parts: Sequence[torch.Tensor], ids: torch.Tensor, problem: Prob
     return weighted_sum(parts, torch.ones_like(there, dtype=torch.float32), there)
 
 
-def _combined(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int, dtype_name: str) -> tuple[torch.Tensor]:
-    """The sum of a rank's tokens, of results in that dtype."""
+def _combined(
+    problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int, dtype_name: str, *, on_wire: bool = False
+) -> tuple[torch.Tensor]:
+    """The sum of a rank's tokens, of results in that dtype, `on_wire` as they travel."""
     import torch
 
-    if problem.layout == BY_TOKEN:
+    if problem.layout in (BY_TOKEN, BY_RANK):
         own = slice(rank * problem.shape[0], (rank + 1) * problem.shape[0])
-        parts = [given[0][own].to(getattr(torch, dtype_name)) for given in inputs]
-        return (sum_by_token(parts, inputs[rank][2], problem),)
-    if problem.layout == BY_RANK:
-        own = slice(rank * problem.shape[0], (rank + 1) * problem.shape[0])
-        parts = [sums_of_experts(given[0].to(getattr(torch, dtype_name)), given[1], given[3])[own] for given in inputs]
-        return (sum_by_token(parts, inputs[rank][2], problem),)
+        parts = [given[0].to(getattr(torch, dtype_name)) for given in inputs]
+        if problem.layout == BY_RANK:
+            parts = [sums_of_experts(part, given[1], given[3]) for part, given in zip(parts, inputs, strict=True)]
+        parts = [on_wire_of(part[own], problem) if on_wire else part[own] for part in parts]
+        return (sum_by_token(parts, inputs[rank][2], problem).to(getattr(torch, dtype_name)),)
     dtype, device = getattr(torch, dtype_name), inputs[rank][0].device
     rows = torch.stack([given[3][rank] for given in inputs])
     shape = rows.shape[1], inputs[rank][0].shape[1]
@@ -619,7 +632,12 @@ def check(problem: Problem) -> None:
         UnsupportedInputError: says what to pass.
     """
     _, hidden, _, experts = problem.shape
-    if problem.layout == BY_TOKEN and problem.scaling:
+    if problem.op == "ep_combine" and problem.scaling and (problem.layout == "" or hidden % GROUP):
+        raise UnsupportedInputError(
+            f"wire= of ep_combine is for layout '{BY_TOKEN}' and reduce='{BY_RANK}', and rows of a multiple of {GROUP} "
+            f"elements, not {hidden}"
+        )
+    if problem.op == "ep_dispatch" and problem.layout == BY_TOKEN and problem.scaling:
         raise UnsupportedInputError(f"layout='{BY_TOKEN}' moves tokens as they are; quantize them before, or pass None")
     if experts < 1 or experts % problem.world_size:
         raise UnsupportedInputError(
@@ -678,10 +696,14 @@ register_op(
         make_outputs=_combine_outputs,
         reference=lambda problem, inputs, rank: _combined(problem, inputs, rank, "float64"),
         # ‖out − ref‖ / ‖ref‖ of a sum in fp32 that is rounded once.
-        tolerance={"bfloat16": 4e-3, "float16": 6e-4, "float32": 1e-6, "float64": 1e-14},
+        tolerance={"bfloat16": 4e-3, "float16": 6e-4, "float32": 1e-6, "float64": 1e-14, **WIRE_TOLERANCE},
         message_bytes=_combined_bytes,
         ordered_reference=lambda problem, inputs, rank: _combined(problem, inputs, rank, problem.dtype),
+        quantized_references=lambda problem, inputs, rank: [
+            _combined(problem, inputs, rank, problem.dtype, on_wire=True)
+        ],
         layouts=("", BY_TOKEN, BY_RANK),
+        scalings=("", *WIRES),
         mask_unspecified=_clear_combined,
     )
 )
@@ -708,10 +730,12 @@ def dispatch_by(
     return run
 
 
-def combine_by_token(trade: Callable[[torch.Tensor, torch.Tensor, int], object], problem: Problem) -> Launch:
+def combine_by_token(
+    trade: Callable[[torch.Tensor, torch.Tensor, int], object], problem: Problem, *, on_wire: bool = False
+) -> Launch:
     """A launch of ep_combine in the layouts `tokens` and `rank`.
 
-    `trade(come, sent, stream)` is an all_to_all of rows, as bytes.
+    `trade(come, sent, stream)` is an all_to_all of rows, as bytes; `on_wire`: of fp32, as quantised rows arrive.
     """
     import torch
 
@@ -722,9 +746,10 @@ def combine_by_token(trade: Callable[[torch.Tensor, torch.Tensor, int], object],
         else:
             results, held, ids = inputs
             sums = _cleared_by_token(results, held)
-        sent = sums.view(problem.world_size, *outputs[0].shape)
-        come = torch.empty_like(sent)
-        trade(come.view(torch.uint8), sent.view(torch.uint8), stream)
+        sums = on_wire_of(sums, problem) if on_wire else sums
+        rows_out = sums.view(problem.world_size, *outputs[0].shape)
+        come = torch.empty_like(rows_out)
+        trade(come.view(torch.uint8), rows_out.view(torch.uint8), stream)
         outputs[0].copy_(sum_by_token(come.unbind(), ids, problem))
 
     return run

@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from triton import next_power_of_2
 
-from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.feasibility import Launch, refuse_result
 from tunedcomm.kernels.common.lamport import end_call
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
@@ -637,7 +637,8 @@ class _ByToken(GridVariant):
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         if self.in_buffers and (problem.input_kind == "plain" or problem.layout == BY_RANK):
             return "it takes rows of tokens in memory that peers address (ep_buffers)"
-        return super().refuse(problem, limits)
+        quantized = self.numerics == "quantized"
+        return refuse_result(problem, quantized=quantized) or super().refuse(problem, limits)
 
     def is_usual(self, problem: Problem, limits: Limits) -> bool:
         wanted = problem.input_kind == "symmetric"
