@@ -1,9 +1,9 @@
 """push, two_phase: tokens and results through the peers' memory, ordered by flags, in pieces that overlap.
 
 **ep_dispatch.** A rank writes into every peer's gather area how many tokens each of its experts is sent (a copy for
-each block), the place of its tokens among their experts' tokens, and the tokens themselves, each once however many of
-the peer's experts it goes to. After the flag the peer knows where every token belongs: behind those of the experts
-before it, of the ranks before it, and of the tokens before it. It copies them there.
+each block). After a flag each rank knows where every token belongs: behind those of the experts before it, of the ranks
+before it, and of the tokens before it. It then writes the place of its tokens among their experts' tokens, and the
+tokens themselves, each once however many of the peer's experts it goes to. The peer copies them to their rows.
 
 **ep_combine.** A rank writes the results of its experts into their tokens' ranks' gather areas, at (token, k). After
 the flag each rank sums the results there.
@@ -16,10 +16,11 @@ of team b // SPLIT, and of each the packets of part b % SPLIT; it waits for bloc
 team write the same places of tokens with the same values.
 
 ep_combine collects piece c − 1 behind piece c, as in `all_to_all`'s `push`, whose proof holds here. ep_dispatch writes
-a token to up to K places and would leave the links idle meanwhile, so it takes a token of piece c and one of piece
-c − 2 in turn. No slot is overwritten too early: in round c a block waits for the flags that its counterparts raised at
-the end of their round c − 2, in which they placed piece c − 4, and then pushes piece c. Of many tokens a thread loads
-`items` packets before it stores them: loads wait for memory, and stores in between would keep the next one back.
+a token to up to K places and would leave the links idle meanwhile, so it takes a token of piece c and one of piece c −
+2 in turn. Own tokens are written to their rows as they are pushed, so the counts have a flag of their own. No slot is
+overwritten too early: in round c a block waits for the flags that its counterparts raised at the end of their round c −
+2, in which they placed piece c − 4, and then pushes piece c. Of many tokens a thread loads `items` packets before it
+stores them: loads wait for memory, and stores in between would keep the next one back.
 
 Numerics: ordered. Graph-safe. Source: own.
 """
@@ -41,18 +42,15 @@ from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, exc
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
-    escape,
     escape_sentinels,
-    has_escape,
     narrow_e4m3,
     packets_of,
-    sentinel_mask_of,
     store_bytes,
     weigh_packets,
     widen,
 )
 from tunedcomm.kernels.common.reference import SUM_DTYPES
-from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets, store_word
+from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, lane_arguments
 from tunedcomm.kernels.moe.op import ALIGNMENT, BY_RANK, BY_TOKEN, WITH_WEIGHTS, Overflow, capacity_of, sizes_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
@@ -294,27 +292,34 @@ def fill_table(
 
 @triton.jit
 def send_token(
-    token, source, ids, id_words, tokens, counted, peers, rank, own_places, places, place_at, mask_at, wire_packets,
-    part,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, COUNTED: tl.constexpr,
-    POLLED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    token, source, ids, id_words, tokens, counted, peers, rank, places, place_at, table, out, scales, rows, capacity,
+    row_packets, wire_packets, part,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
+    COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Tell all ranks the places of a token, and push it to those that have experts of it, at `place_at`.
+    """Push a token to the ranks that have experts of it, at `place_at`, with its places; write it to its rows here.
 
-    POLLED: peers poll for both. Parts of a token then have places of their own, and the packets, escaped, have masks.
+    `table` has the first row of each own expert for this rank's tokens.
     """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     k = tl.arange(0, next_power_of_2(TOPK))
     experts, before = place_of(ids, id_words, token, counted, TOPK, EXPERTS, COUNTED)
     owner = tl.where((experts >= 0) & (experts < EXPERTS), experts // LOCAL, -1)
-    place = before * LOCAL + experts % LOCAL
-    copy = rank * SPLIT + part if POLLED else rank
-    at = (copy * tokens + token) * next_power_of_2(TOPK) + k
-    store_words(own_places, at, tl.where(owner == rank, place, -1), k < TOPK)
+    own = owner == rank
+    expert = tl.where(own, experts % LOCAL, 0)
+    row = load_words(table, expert, own, 0).to(tl.int64) + before
+    limit = (expert.to(tl.int64) + 1) * capacity if PADDED else capacity
+    row = tl.where(own, tl.where(row < limit, row, -2), -1)
+    at = rank * tokens + token
+    store_words(rows, at * TOPK + k, row.to(tl.int32), (k < TOPK) & (part == 0))
+    targets = ()
+    for i in tl.static_range(TOPK):
+        targets = targets + (tl.sum(tl.where(k == i, row, 0), axis=0),)  # type: ignore[assignment]
     goes = ()
     for i in tl.static_range(WORLD_SIZE - 1):
         theirs = owner == (rank + 1 + i) % WORLD_SIZE
-        send_words(peers[i] + places + at * 4, tl.where(theirs, place, -1), k < TOPK)
+        place = tl.where(theirs, before * LOCAL + experts % LOCAL, -1)
+        send_words(peers[i] + places + (at * next_power_of_2(TOPK) + k) * 4, place, k < TOPK)
         goes = goes + (tl.max(theirs.to(tl.int32), axis=0),)  # type: ignore[assignment]
     threads = tl.arange(0, BLOCK)
     for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
@@ -326,14 +331,9 @@ def send_token(
             packet = start + item * BLOCK + threads
             here = packet < wire_packets
             w0, w1, w2, w3 = words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3]  # type: ignore[var-annotated]
-            sentinels = sentinel_mask_of(w0, w1, w2, w3)
-            if POLLED:
-                w0, w1, w2, w3 = escape(w0), escape(w1), escape(w2), escape(w3)
-            escaped = here & has_escape(w0, w1, w2, w3)
             for i in tl.static_range(WORLD_SIZE - 1):
-                store_packets(peers[i] + place_at + packet * 16, w0, w1, w2, w3, here & (goes[i] > 0), REMOTE=POLLED)
-                if POLLED:
-                    store_word(peers[i] + mask_at + packet * 4, sentinels, escaped & (goes[i] > 0))
+                store_packets(peers[i] + place_at + packet * 16, w0, w1, w2, w3, here & (goes[i] > 0))
+            write_token(out, scales, targets, packet, (w0, w1, w2, w3), here, row_packets, TOPK, SCALES)
 
 
 @triton.jit
@@ -378,7 +378,7 @@ def dispatch_kernel(
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
     COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """In round c: push piece c, place piece c − 2."""
+    """In round c: push piece c and place its own tokens, place piece c − 2 of the peers."""
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     KP: tl.constexpr = next_power_of_2(TOPK)
@@ -405,28 +405,28 @@ def dispatch_kernel(
         mine = count_all(ids, id_words, 0, tokens * TOPK, EXPERTS, CHUNK)
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
     share_counts(local + gather, gather, peers, rank, mine, WORLD_SIZE, EXPERTS)
-
+    exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
     table = local + tables + block * (WORLD_SIZE * WIDTH * 4)
+    fill_table(
+        local + gather, table, counts_out, offsets_out, rank, capacity, alignment, cell, WORLD_SIZE, EXPERTS, PADDED
+    )  # fmt: skip
+
     for c in tl.range(0, num_chunks + 2):
         d = c - 2
         if d >= 0:
-            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
-            if d == 0:
-                fill_table(
-                    local + gather, table, counts_out, offsets_out, rank, capacity, alignment, cell,
-                    WORLD_SIZE, EXPERTS, PADDED,
-                )  # fmt: skip
+            await_peers(local, rank, epoch + 3 + d, timeout_ns, status, WORLD_SIZE)
         lap, behind = (c - c % ring) * span, (d - d % ring) * span
         for i in tl.range(team, span, teams):  # a token of each piece in turn, so that stores travel in the meantime
             token, placed = c * span + i, d * span + i
             if (c < num_chunks) & (token < tokens):
                 send_token(
-                    token, x + token * wire_bytes, ids, id_words, tokens, counted, peers, rank, local + places, places,
-                    data + rank * slot + (token - lap) * wire_bytes, 0, wire_packets, part,
-                    WORLD_SIZE, TOPK, EXPERTS, COUNTED, False, SPLIT, BLOCK, ITEMS,
+                    token, x + token * wire_bytes, ids, id_words, tokens, counted, peers, rank, places,
+                    data + rank * slot + (token - lap) * wire_bytes, table + rank * (WIDTH * 4), out, scales, rows,
+                    capacity, row_packets, wire_packets, part,
+                    WORLD_SIZE, TOPK, EXPERTS, SCALES, PADDED, COUNTED, SPLIT, BLOCK, ITEMS,
                 )  # fmt: skip
             if (d >= 0) & (placed < tokens):
-                for s in tl.range(0, WORLD_SIZE):
+                for s in tl.range(1, WORLD_SIZE):
                     r = (rank + s) % WORLD_SIZE
                     at = r * tokens + placed
                     targets, wanted = rows_of_token(
@@ -434,20 +434,19 @@ def dispatch_kernel(
                         TOPK, LOCAL, PADDED,
                     )  # fmt: skip
                     come = local + data + r * slot + (placed - behind) * wire_bytes
-                    source = tl.where(r == rank, x + placed * wire_bytes, come)
                     for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
                         words = ()
                         for item in tl.static_range(ITEMS):  # all loads before the first store
                             packet = start + item * BLOCK + threads
-                            words = words + load_packets(source + packet * 16, (packet < wire_packets) & wanted)
+                            words = words + load_packets(come + packet * 16, (packet < wire_packets) & wanted)
                         for item in tl.static_range(ITEMS):
                             packet = start + item * BLOCK + threads
                             here = (packet < wire_packets) & wanted
                             own = (words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3])
                             write_token(out, scales, targets, packet, own, here, row_packets, TOPK, SCALES)
         if c < num_chunks:
-            arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
-    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+            arrive(peers, rank, epoch + 3 + c, WORLD_SIZE)
+    write_counter(local, epoch + 2 + num_chunks, EPOCH_OFFSET)
 
 
 @triton.jit
