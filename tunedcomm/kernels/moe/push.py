@@ -666,6 +666,12 @@ class GridVariant(KernelVariant):
         threads = 32 * int(config["num_warps"]) * -(-int(config["num_blocks"]) // 128)
         return replace(request, max_registers=min(request.max_registers, max(65536 // threads, 24)))
 
+    def full_grid(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        """16 warps an SM for many tokens, in pieces for which the ring has room, at least four of them."""
+        room = limits.staging_bytes // (int(RING.value) * max(self.token_bytes(problem), 1))
+        chunk = min(max(next_power_of_2(room + 1) // 2, 64), 512, next_power_of_2(problem.shape[0]) // 4)
+        return {"num_blocks": 512, "num_warps": 4, "split": 512 // chunk, "items": 2, "chunk_tokens": chunk}
+
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         threads = 32 * int(config["num_warps"])
         return {
@@ -768,8 +774,9 @@ class TwoPhase(DispatchVariant, registered=True):
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         spills = problem.scaling or problem.world_size > 4
-        items = 1 if problem.shape[0] < 512 or spills else self.packets(problem) / 256
-        return {**super().preferred_config(problem, limits), "items": items, "chunk_tokens": 256}
+        if problem.shape[0] >= 512 and not spills:
+            return self.full_grid(problem, limits)
+        return {**super().preferred_config(problem, limits), "items": 1, "chunk_tokens": 256}
 
 
 class CombineVariant(GridVariant):

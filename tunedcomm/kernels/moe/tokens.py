@@ -805,6 +805,10 @@ class CombineTokensPush(_Push, _Combine, registered=True):
     def token_bytes(self, problem: Problem) -> int:
         return problem.world_size * sizes_of(problem).row_bytes
 
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        many = problem.layout == BY_RANK and problem.shape[0] >= 512 and problem.shape[2] <= 8
+        return self.full_grid(problem, limits) if many else super().preferred_config(problem, limits)
+
 
 class DispatchTokensDirect(_InBuffers, _Dispatch, registered=True):
     name = "tokens_direct"
