@@ -147,4 +147,4 @@ class Space:
     @property
     def names(self) -> list[str]:
         """The axes' names, in order."""
-        return [name for name, _ in self.axes]
+        return list(self._allowed)

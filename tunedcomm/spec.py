@@ -86,8 +86,16 @@ def widest(policies: Iterable[NumericsPolicy]) -> NumericsPolicy:
     return max(policies, key=lambda policy: len(_ADMITTED[policy]))
 
 
+class _Counted:
+    """Numbers of a problem that checks ask for again and again."""
+
+    __slots__ = ("nbytes", "numel")
+    nbytes: int
+    numel: int
+
+
 @dataclass(frozen=True, slots=True, order=True)
-class Problem:
+class Problem(_Counted):
     """An op at one canonical shape, with everything that changes which kernels may run.
 
     Attributes:
@@ -101,6 +109,8 @@ class Problem:
         layout: op-specific memory layout, e.g. `nk` for a transposed GEMM operand.
         scaling: op-specific scaling, e.g. `rowwise`.
         mode: `graph` inside CUDA graphs, `eager` outside.
+        numel: product of the canonical shape.
+        nbytes: `numel` times the dtype's size: the message size of elementwise collectives.
     """
 
     op: str
@@ -126,16 +136,12 @@ class Problem:
             raise ValueError(f"input_kind must be 'plain' or 'symmetric', got {self.input_kind!r}")
         if self.mode not in ("graph", "eager"):
             raise ValueError(f"mode must be 'graph' or 'eager', got {self.mode!r}")
+        numel = math.prod(self.shape)
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "nbytes", numel * ITEMSIZE[self.dtype])
 
-    @property
-    def numel(self) -> int:
-        """Product of the canonical shape."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """`numel` times the dtype's size: the message size of elementwise collectives."""
-        return self.numel * ITEMSIZE[self.dtype]
+    def __reduce__(self) -> tuple[type[Problem], tuple[Any, ...]]:
+        return Problem, tuple(getattr(self, f.name) for f in fields(self))
 
     @property
     def family(self) -> Problem:
@@ -574,7 +580,12 @@ def admits_library(policy: NumericsPolicy, op: str) -> bool:
 
 
 def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, by_name: bool = True) -> str | None:
-    """Why `candidate` cannot run `problem`, or None.
+    """Why `candidate` cannot run `problem`, or None; see `checker`."""
+    return checker(candidate, limits, by_name=by_name)(problem)
+
+
+def checker(candidate: Candidate, limits: Limits, *, by_name: bool = True) -> Callable[[Problem], str | None]:
+    """A function that says why `candidate` cannot run a problem, or None; valid as long as the variant is registered.
 
     Without `by_name` variants whose waits have no bound are refused, too: dispatch does not choose them by itself.
     """
@@ -582,10 +593,23 @@ def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, b
         variant = get_variant(candidate.op, candidate.variant)
         config = candidate.validate(variant)
     except (UnknownNameError, ConfigError) as error:
-        return str(error)
+        reason = str(error)
+        return lambda problem: reason
     if not (variant.waits_time_out or by_name):
-        return f"{variant.name} would wait for a lost peer for ever; it only runs when it is forced"
-    return variant.infeasible_reason(problem, config, limits)
+        refusal = f"{variant.name} would wait for a lost peer for ever; it only runs when it is forced"
+        return lambda problem: refusal
+    infeasible = variant.infeasible
+
+    def check(problem: Problem) -> str | None:
+        try:
+            reason = infeasible(problem, config.copy(), limits)
+            if reason is None or isinstance(reason, str):
+                return reason
+        except Exception:  # noqa: BLE001, S110 - asked again, for a sentence about it
+            pass
+        return variant.infeasible_reason(problem, config, limits)
+
+    return check
 
 
 # Of a space with more configs only the default is asked: defaults look for the nearest feasible config.

@@ -99,8 +99,8 @@ class SampleCatalog(Catalog):
     no_kernel: str | None = None
     by_rule_of_thumb: Candidate | None = None
 
-    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
-        return self.feasible(candidate)
+    def checker(self, candidate: Candidate, *, by_name: bool) -> Callable[[Problem], str | None]:
+        return lambda problem: self.feasible(candidate)
 
     def source_hash(self, op: str, variant: str) -> str | None:
         return "current" if variant in NUMERICS else None

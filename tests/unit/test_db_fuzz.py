@@ -51,7 +51,7 @@ def test_the_probe_sees_what_is_wrong(sound: Base, tmp_path: Path, monkeypatch: 
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute(f"UPDATE trial SET {', '.join(f'{name} = ?' for name in names)} WHERE final", values)
     assert fuzz_probe.probe(path).broken == []
-    monkeypatch.setattr("tunedcomm.selection.select.check_candidate", lambda *args, by_name=True: None)
+    monkeypatch.setattr("tunedcomm.selection.select.checker", lambda *args, by_name=True: lambda problem: None)
     assert any("decided for" in text for text in fuzz_probe.probe(path, writing=False).broken)
 
 

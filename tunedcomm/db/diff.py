@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -89,9 +89,9 @@ class StoredCatalog(Catalog):
             pins = query.pins(connection, reader)
             self.pins = {(pin.problem, pin.environment): (pin.candidate, pin.reason) for pin in pins}
 
-    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
-        """None: every stored candidate can run."""
-        return None
+    def checker(self, candidate: Candidate, *, by_name: bool) -> Callable[[Problem], str | None]:
+        """Every stored candidate can run."""
+        return lambda problem: None
 
     def source_hash(self, op: str, variant: str) -> str | None:
         """The newest stored source."""

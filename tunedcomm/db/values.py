@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from datetime import datetime, timezone
 from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_type_hints
 
@@ -100,7 +101,7 @@ def flag_of(value: object, name: str) -> bool:
     return bool(value)
 
 
-_TYPES = get_type_hints(Problem)
+_TYPES = {field.name: get_type_hints(Problem)[field.name] for field in fields(Problem)}
 _OF_TYPE: Mapping[Any, Callable[[object, str], Any]] = {int: int_of, bool: flag_of}  # all others are stored as texts
 
 

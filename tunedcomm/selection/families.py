@@ -7,10 +7,11 @@ at the rows of its neighbours. When the source of a kernel changes, new tables a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from tunedcomm.selection.interpolate import Between, related_forms, related_problems
 from tunedcomm.selection.score import Pool, pool
@@ -21,6 +22,8 @@ Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
+# Fields of a family, but for its op and mode.
+_form_of = attrgetter("dtype", "world_size", "reduction", "input_kind", "in_place", "layout", "scaling")
 # Answers that are kept; sizes side by side mostly admit the same candidates.
 _MAX_POOLS = 8
 _MAX_PREDICTIONS = 256
@@ -155,8 +158,9 @@ class Tables:
 
     Attributes:
         borrows: some rows are borrowed.
-        verdicts: the last problem, its mode, and for each candidate the reason why it may not run, or None. A size is
-            looked up in both modes, one after the other, which share the reasons.
+        library: the op's library.
+        state: what the catalog said of the variants when the tables were made.
+        judges: checks of candidates, that choices have made.
     """
 
     def __init__(
@@ -165,13 +169,16 @@ class Tables:
         op: str,
         hashes: Mapping[tuple[str, str], str | None],
         size_of: Callable[[Problem], int],
+        state: Sequence[object],
     ) -> None:
-        self._hashes, self.size_of = hashes, size_of
+        self._hashes, self.size_of, self.state = hashes, size_of, state
+        self.library = Candidate.of(op, "library", {})
+        self.judges: list[Any] = []
         self._rows = snapshot.families(op)
-        self._families: dict[tuple[Problem, bool], Family] = {}
+        self._families: dict[Hashable, Family] = {}
         self._related: dict[Hashable, tuple[tuple[Family, str], ...]] = {}
         self.borrows = any(borrowed for _, borrowed in self._rows)
-        self.verdicts: tuple[Hashable, str, dict[Candidate, str | None]] = (None, "", {})
+        self._last: Problem | None = None
         self._pins = {pin.problem: pin for pin in snapshot.pins}
         self._failures: dict[Problem, list[tuple[int, Candidate, str]]] = {}
         for place, failure in enumerate(snapshot.failures):
@@ -195,16 +202,25 @@ class Tables:
     def pin(self, problem: Problem) -> Pinned | None:
         return self._pins.get(problem)
 
+    def in_any_mode(self, problem: Problem) -> Problem:
+        """`problem`, or the last one if only their modes differ: a size is asked in both, one after the other."""
+        last = self._last
+        if last is None or last.shape != problem.shape or _form_of(last) != _form_of(problem):
+            self._last = last = problem
+        return last
+
     def family(self, problem: Problem, *, borrowed: bool) -> Family:
-        """The family of that name, `problem` without a shape."""
-        key = (problem, borrowed)
-        if key not in self._families:
-            self._families[key] = Family(problem, self._rows.get(key, ()), self)
-        return self._families[key]
+        """The family of `problem`."""
+        key = (_form_of(problem), problem.mode, borrowed)
+        found = self._families.get(key)
+        if found is None:
+            named = problem.family
+            found = self._families[key] = Family(named, self._rows.get((named, borrowed), ()), self)
+        return found
 
     def related(self, problem: Problem, *, borrowed: bool) -> tuple[tuple[Family, str], ...]:
         """Families with rows that may answer for `problem`, nearest first, each with what was relaxed."""
-        key = (problem.family, tuple(related_forms(problem)), borrowed)
+        key = (_form_of(problem), problem.mode, tuple(related_forms(problem)), borrowed)
         if key not in self._related:
             related = ((like.family, relaxed) for like, relaxed in related_problems(problem))
             self._related[key] = tuple(
@@ -214,10 +230,11 @@ class Tables:
             )
         return self._related[key]
 
-    def failed(self, families: Collection[Problem]) -> Mapping[Candidate, str]:
-        """Candidates whose current kernels failed in these families, each with the status and the problem."""
+    def failed(self, *problems: Problem) -> Mapping[Candidate, str]:
+        """Candidates whose current kernels failed in the problems' families, each with the status and the problem."""
         if not self._failures:
             return {}
+        families = dict.fromkeys(problem.family for problem in problems)
         found = [failure for family in families for failure in self._failures.get(family, ())]
         failed: dict[Candidate, str] = {}
         for _, candidate, how in sorted(found, key=lambda failure: failure[0]):

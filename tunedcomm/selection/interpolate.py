@@ -37,6 +37,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Literal
 
 from tunedcomm.selection.score import (
@@ -58,6 +59,7 @@ from tunedcomm.spec import Candidate, Mode, Problem, find_op
 MAX_GAP = 16
 MAX_REACH = 2
 GEMM_EXTENTS = 3
+_SCORE = attrgetter("score")
 _RELAXED = ("reduction", "in_place", "input_kind", "dtype", "layout", "scaling")
 _SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
 
@@ -95,7 +97,7 @@ class Between:
         self._library = _Line(*library)
         self._fastest = _Line(*(min((t for t in ends if t is not None), default=None) for ends in ends_of_all))
         self._measured = []
-        for candidate, ends in zip(kept, times, strict=True):
+        for candidate, ends in sorted(zip(kept, times, strict=True), key=lambda one: str(one[0])):
             measured = [row for row in pairs[candidate] if row is not None]
             level = max(map(noise, measured))
             self._measured.append((_Line(*ends), measured[0], measured[-1], level))
@@ -117,11 +119,9 @@ class Between:
         growth = 2 ** math.ceil(math.log2(size / below))
         scored = []
         for line, near_low, near_high, level in self._measured:
-            bounds = [] if line.high is None else [(line.at(doubled) or line.high) * shrink]
-            bounds += [] if line.low is None else [line.low * growth]
-            score = max(line.at(weight) or 0.0, min(bounds))
+            score = line.expected(weight, doubled, shrink, growth)
             scored.append(Scored(near_low if weight < 0.5 else near_high, score, level))
-        found = in_order(scored)
+        found = tuple(sorted(scored, key=_SCORE))  # equal ones stay in the order of their names
         if (joining := self._in_one_round(found[0], fastest.at(weight), problem, num_rounds)) is not None:
             found = in_order([*found, joining])
         return Pool(found, library.at(weight), self._outranked)
@@ -170,6 +170,14 @@ class _Line:
             return None
         low, high = self._logs
         return math.exp((1 - weight) * low + weight * high)
+
+    def expected(self, weight: float, doubled: float, shrink: float, growth: float) -> float:
+        """The latency that is predicted at `weight`; `doubled` is the place of twice the size."""
+        if self._logs is None:
+            return self.low * growth if self.low is not None else (self.high or 0.0) * shrink
+        low, high = self._logs
+        at_double = math.exp((1 - doubled) * low + doubled * high)
+        return max(math.exp((1 - weight) * low + weight * high), min(at_double * shrink, (self.low or 0.0) * growth))
 
 
 class _Joining:

@@ -34,12 +34,12 @@ of this hardware that merely reach the size, without a prediction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.fp8 import WIRE_ERRORS
@@ -47,7 +47,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.metrics import format_bytes, format_us
 from tunedcomm.selection.families import Family, Rows, Shape, Tables
 from tunedcomm.selection.interpolate import GEMM_EXTENTS, MAX_GAP, MAX_REACH
-from tunedcomm.selection.score import Pool, Scored, median_baseline
+from tunedcomm.selection.score import MAX_NOISE, Pool, Scored, median_baseline
 from tunedcomm.selection.snapshot import Check, Row, Snapshot
 from tunedcomm.spec import (
     Candidate,
@@ -56,7 +56,7 @@ from tunedcomm.spec import (
     NumericsPolicy,
     Problem,
     admits,
-    check_candidate,
+    checker,
     find_op,
     find_variant,
     format_shape,
@@ -79,14 +79,18 @@ class Catalog(Protocol):
         """The catalog for calls under `policy`, which may rule configs out."""
         return self
 
-    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
-        """Return why `candidate` cannot run `problem` (or, unless `by_name`, may only be forced), or None.
+    def checker(self, candidate: Candidate, *, by_name: bool) -> Callable[[Problem], str | None]:
+        """A function that says why `candidate` cannot run a problem, or None; unless `by_name`, may only be forced.
 
         Unknown variants and configs outside of their space have a reason, too. Never asked about the library.
         """
 
     def source_hash(self, op: str, variant: str) -> str | None:
         """Current source hash; None for an unknown variant."""
+
+    def state_of(self, op: str, variant: str) -> object:
+        """As long as it is equal, so is all that the catalog says about the variant."""
+        return self.source_hash(op, variant)
 
     def numerics(self, op: str, variant: str) -> Numerics | None:
         """Numerics class; None for an unknown variant."""
@@ -135,11 +139,14 @@ class Registered(Catalog):
         ordered = not admits(policy, "library")
         return self if self.limits.ordered == ordered else replace(self, limits=replace(self.limits, ordered=ordered))
 
-    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
-        return check_candidate(problem, candidate, self.limits, by_name=by_name)
+    def checker(self, candidate: Candidate, *, by_name: bool) -> Callable[[Problem], str | None]:
+        return checker(candidate, self.limits, by_name=by_name)
 
     def source_hash(self, op: str, variant: str) -> str | None:
         return self.hash_of(op, variant)
+
+    def state_of(self, op: str, variant: str) -> object:
+        return self.hash_of, find_variant(op, variant)
 
     def numerics(self, op: str, variant: str) -> Numerics | None:
         found = find_variant(op, variant)
@@ -323,12 +330,11 @@ def choose(
             is known.
     """
     catalog = catalog if forced is not None else catalog.under(policy)
-    lookup = _Lookup(
-        _tables(snapshot, catalog, problem.op), snapshot, catalog, policy, max_sms, problem, problem, with_reasons
-    )
+    tables = _tables(snapshot, catalog, problem.op)
+    judge = _judge(tables, catalog, policy, max_sms)
+    lookup = _Lookup(tables, snapshot, judge, problem, problem, tables.in_any_mode(problem), with_reasons)
     if forced is not None:
         return _forced(lookup, forced)
-    lookup.share_verdicts()
     try:
         decision = _resolved(lookup)
     except InfeasibleError:
@@ -338,7 +344,7 @@ def choose(
     if not with_reasons:
         return decision
     if decision.source != "borrowed":
-        lent = lookup.tables.family(problem.family, borrowed=True).by_shape.get(problem.shape, ())
+        lent = lookup.tables.family(problem, borrowed=True).by_shape.get(problem.shape, ())
         for row in (row for row in lent if not row.is_library):
             lookup.pass_over(row.candidate, f"measured only on {row.environment.gpu}, which is borrowed")
     passed = {candidate: reason for candidate, reason in lookup.passed.items() if candidate != decision.candidate}
@@ -374,19 +380,98 @@ def winners(
 def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Pool:
     """The candidates measured at `problem` itself that `choose` compares under the default policy."""
     tables = _tables(snapshot, catalog, problem.op)
-    lookup = _Lookup(tables, snapshot, catalog, "default", None, problem, problem, with_reasons=False)
+    judge = _judge(tables, catalog, "default", None)
+    lookup = _Lookup(tables, snapshot, judge, problem, problem, problem, with_reasons=False)
     return lookup.pool(lookup.rows_of_problem(), lookup.failed_at_rows())
 
 
 def _tables(snapshot: Snapshot, catalog: Catalog, op: str) -> Tables:
     """The snapshot's rows of `op`, arranged for the kernels that the catalog has now."""
-    hashes = {variant: catalog.source_hash(*variant) for variant in snapshot.variants(op)}
-    key = (type(catalog), op, *hashes.values())
-    found: Tables | None = snapshot.arranged.get(key)
-    if found is None:
-        found = Tables(snapshot, op, hashes, lambda problem: max(1, catalog.message_bytes(problem)))
-        snapshot.arranged[key] = found
+    names = snapshot.variants(op)
+    state = [catalog.state_of(*name) for name in names]
+    found: Tables | None = snapshot.arranged.get((type(catalog), op))
+    if found is None or found.state != state:
+        hashes = {name: catalog.source_hash(*name) for name in names}
+        found = Tables(snapshot, op, hashes, lambda problem: max(1, catalog.message_bytes(problem)), state)
+        snapshot.arranged[type(catalog), op] = found
     return found
+
+
+_Check: TypeAlias = Callable[[Problem, Problem], str | None]
+_MAX_JUDGES, _MAX_CHECKS = 8, 4096
+
+
+class _Judge:
+    """The checks of candidates under one catalog, policy and limit of SMs; no size changes what is looked up here."""
+
+    def __init__(self, catalog: Catalog, policy: NumericsPolicy, max_sms: int | None) -> None:
+        self.catalog, self.policy, self.max_sms = catalog, policy, max_sms
+        self.library_admitted = admits(policy, "library")
+        self._checks: dict[Hashable, _Check] = {}
+        self._of_lists: dict[int, tuple[Sequence[Candidate], tuple[_Check, ...]]] = {}
+
+    def check(self, candidate: Candidate) -> _Check:
+        """A function that says why the candidate may not run a problem, or None.
+
+        Its arguments are the problem, and the problem in any mode.
+        """
+        # With the types: a damaged row's True equals another's 1, and only one of them is in its axis.
+        key = candidate, tuple(type(value) for _, value in candidate.config)
+        found = self._checks.get(key)
+        if found is None:
+            if len(self._checks) >= _MAX_CHECKS:
+                self._checks.clear()
+            found = self._checks[key] = self._made(candidate)
+        return found
+
+    def checks(self, candidates: Sequence[Candidate]) -> tuple[_Check, ...]:
+        """The checks of a list that the tables keep."""
+        known = self._of_lists.get(id(candidates))
+        if known is None or known[0] is not candidates:
+            known = self._of_lists[id(candidates)] = candidates, tuple(map(self.check, candidates))
+        return known[1]
+
+    def _made(self, candidate: Candidate) -> _Check:
+        catalog, max_sms, name = self.catalog, self.max_sms, (candidate.op, candidate.variant)
+        numerics = catalog.numerics(*name)
+        if numerics is None:
+            unknown = f"variant {candidate.variant!r} is not known to this version of tunedcomm"
+            return lambda problem, in_any_mode: unknown
+        if not admits(self.policy, numerics):
+            excluded = f"numerics class {numerics!r} is not admitted by policy {self.policy!r}"
+            return lambda problem, in_any_mode: excluded
+        ask, in_both_modes = catalog.checker(candidate, by_name=False), catalog.same_in_both_modes(*name)
+        last: tuple[Problem | None, str | None] = (None, None)
+
+        def check(problem: Problem, in_any_mode: Problem) -> str | None:
+            nonlocal last
+            asked = in_any_mode if in_both_modes else problem
+            known, reason = last
+            if known is not asked:
+                reason = ask(asked)
+                if reason is None and max_sms is not None:
+                    reason = _too_many(catalog.num_blocks(asked, candidate), max_sms)
+                last = asked, reason
+            return reason
+
+        return check
+
+
+def _too_many(sms: int, max_sms: int) -> str | None:
+    """Return why so many SMs are too many, or None."""
+    if 0 <= sms <= max_sms:
+        return None
+    return f"{f'takes {sms} SMs' if sms >= 0 else 'takes an unknown number of SMs'}, with max_sms={max_sms}"
+
+
+def _judge(tables: Tables, catalog: Catalog, policy: NumericsPolicy, max_sms: int | None) -> _Judge:
+    """The judge that the tables keep for these arguments."""
+    for judge in tables.judges:
+        if judge.policy == policy and judge.max_sms == max_sms and judge.catalog == catalog:
+            return cast("_Judge", judge)
+    made = _Judge(catalog, policy, max_sms)
+    tables.judges = [made, *tables.judges[: _MAX_JUDGES - 1]]
+    return made
 
 
 @dataclass(slots=True)
@@ -394,44 +479,45 @@ class _Lookup:
     """One resolution in progress: the arguments of `choose`, and what is known so far.
 
     `requested` is the caller's problem and `problem` the one whose rows are read; they differ only for an eager call
-    that rows of graphs answer. `borrowed` selects the rows of other hardware. Without `with_reasons` neither candidates
-    that were passed over nor reasons are kept.
+    that rows of graphs answer. `in_any_mode` is `requested` in some mode, the same object for both. `borrowed` selects
+    the rows of other hardware. Without `with_reasons` neither candidates that were passed over nor reasons are kept.
     """
 
     tables: Tables
     snapshot: Snapshot
-    catalog: Catalog
-    policy: NumericsPolicy
-    max_sms: int | None
+    judge: _Judge
     requested: Problem
     problem: Problem
+    in_any_mode: Problem
     with_reasons: bool
     borrowed: bool = False
     passed: dict[Candidate, str] = field(default_factory=dict)
-    reasons: dict[Candidate, str | None] = field(default_factory=dict)
-    shared: dict[Candidate, str | None] = field(default_factory=dict)
-    _family: Family | None = field(default=None, init=False)
-    _size: int = field(default=0, init=False)
+    family: Family = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.family = self.tables.family(self.problem, borrowed=self.borrowed)
+        self.size = self.tables.size_of(self.problem)
 
     @property
-    def library(self) -> Candidate:
-        return Candidate.of(self.problem.op, "library", {})
+    def catalog(self) -> Catalog:
+        return self.judge.catalog
+
+    @property
+    def policy(self) -> NumericsPolicy:
+        return self.judge.policy
+
+    @property
+    def max_sms(self) -> int | None:
+        return self.judge.max_sms
 
     @property
     def library_admitted(self) -> bool:
-        return admits(self.policy, "library")
+        return self.judge.library_admitted
 
     @property
-    def size(self) -> int:
-        self._size = self._size or self.tables.size_of(self.problem)
-        return self._size
-
-    @property
-    def family(self) -> Family:
-        """Rows of the family of the problem."""
-        if self._family is None:
-            self._family = self.tables.family(self.problem.family, borrowed=self.borrowed)
-        return self._family
+    def library(self) -> Candidate:
+        return self.tables.library
 
     def related(self) -> tuple[tuple[Family, str], ...]:
         """Families with rows that may answer for the problem, nearest first, each with what was relaxed."""
@@ -443,47 +529,9 @@ class _Lookup:
     def pass_over(self, candidate: Candidate, reason: str) -> None:
         self.passed.setdefault(candidate, reason)
 
-    def share_verdicts(self) -> None:
-        """Take over what the last choice found out, if it was for this problem in the other mode."""
-        asked = self.requested
-        key = (
-            *(asked.op, asked.shape, asked.dtype, asked.world_size, asked.reduction, asked.input_kind, asked.in_place),
-            *(asked.layout, asked.scaling, self.policy, self.max_sms, self.catalog),
-        )
-        known, mode, self.shared = self.tables.verdicts
-        if known == key and mode != asked.mode:
-            self.tables.verdicts = (None, "", {})
-        else:
-            self.shared = {}
-            self.tables.verdicts = (key, asked.mode, self.shared)
-
     def why_excluded(self, candidate: Candidate) -> str | None:
         """Return why the candidate may not run this problem here under this policy, or None."""
-        try:
-            return self.reasons[candidate]
-        except KeyError:
-            pass
-        if candidate in self.shared:
-            reason = self.shared[candidate]
-        else:
-            reason = self._why_excluded(candidate)
-            if self.catalog.same_in_both_modes(candidate.op, candidate.variant):
-                self.shared[candidate] = reason
-        self.reasons[candidate] = reason
-        return reason
-
-    def _why_excluded(self, candidate: Candidate) -> str | None:
-        numerics = self.catalog.numerics(candidate.op, candidate.variant)
-        if numerics is None:
-            return f"variant {candidate.variant!r} is not known to this version of tunedcomm"
-        if not admits(self.policy, numerics):
-            return f"numerics class {numerics!r} is not admitted by policy {self.policy!r}"
-        if reason := self.catalog.infeasible_reason(self.requested, candidate, by_name=False):
-            return reason
-        if self.max_sms is None or 0 <= (sms := self.catalog.num_blocks(self.requested, candidate)) <= self.max_sms:
-            return None
-        reason = f"takes {sms} SMs" if sms >= 0 else "takes an unknown number of SMs"
-        return f"{reason}, with max_sms={self.max_sms}"
+        return self.judge.check(candidate)(self.requested, self.in_any_mode)
 
     def why_stale(self, row: Row) -> str | None:
         """Return why the row no longer counts, or None."""
@@ -499,11 +547,11 @@ class _Lookup:
 
     def failed_at_rows(self) -> Mapping[Candidate, str]:
         """Candidates that failed in the family of the caller's problem, where rows of another one answer for it."""
-        return self.tables.failed([self.requested.family] if self.problem != self.requested else [])
+        return self.tables.failed(self.requested) if self.problem is not self.requested else {}
 
-    def failed_near(self, family: Problem) -> Mapping[Candidate, str]:
+    def failed_near(self, family: Family) -> Mapping[Candidate, str]:
         """Candidates that failed where a prediction from rows of `family` looks."""
-        return self.tables.failed(dict.fromkeys((self.problem.family, family, self.requested.family)))
+        return self.tables.failed(self.problem, family.problem, self.requested)
 
     def usable(self, rows: Iterable[Row], failed: Mapping[Candidate, str]) -> dict[Candidate, str | None]:
         """Each challenger with the reason why it may not run, or None; `failed` as `failed_near` has it."""
@@ -518,6 +566,10 @@ class _Lookup:
             return check.why
         how = failed.get(candidate) if failed else None
         return None if how is None else f"{how}; it is not used where it was not measured"
+
+    def is_plain(self, failed: Mapping[Candidate, str]) -> bool:
+        """True if `why_unusable` says what `why_excluded` says."""
+        return not failed and (self.library_admitted or not self.borrowed)
 
     def check_of(self, candidate: Candidate) -> Check | None:
         """The check of a candidate on this machine that counts at the caller's problem."""
@@ -547,10 +599,16 @@ class _Lookup:
 
     def serves(self, rows: Rows, failed: Mapping[Candidate, str]) -> bool:
         """True if some challenger of fresh rows may be used."""
+        if self.is_plain(failed):
+            asked, in_any_mode = self.requested, self.in_any_mode
+            return any(check(asked, in_any_mode) is None for check in self.judge.checks(rows.challengers))
         return any(self.why_unusable(candidate, failed) is None for candidate in rows.challengers)
 
-    def verdicts(self, challengers: Iterable[Candidate], failed: Mapping[Candidate, str]) -> tuple[bool, ...]:
+    def verdicts(self, challengers: Sequence[Candidate], failed: Mapping[Candidate, str]) -> tuple[bool, ...]:
         """Of each challenger, True if it may be used."""
+        if self.is_plain(failed):
+            asked, in_any_mode = self.requested, self.in_any_mode
+            return tuple([check(asked, in_any_mode) is None for check in self.judge.checks(challengers)])
         return tuple([self.why_unusable(candidate, failed) is None for candidate in challengers])
 
     def pool(self, rows: Rows, failed: Mapping[Candidate, str], *, every_trial: bool = False) -> Pool:
@@ -580,7 +638,7 @@ def _forced(lookup: _Lookup, forced: Candidate) -> Decision:
     problem = lookup.problem
     reason = f"it is a candidate of {forced.op}" if forced.op != problem.op else None
     if forced != lookup.library:
-        reason = reason or lookup.catalog.infeasible_reason(problem, forced, by_name=True)
+        reason = reason or lookup.catalog.checker(forced, by_name=True)(problem)
     if reason is not None:
         raise InfeasibleError(f"forced candidate {forced} cannot run {problem}: {reason}; force another or none")
     numerics = lookup.catalog.numerics(forced.op, forced.variant)
@@ -597,7 +655,7 @@ def _pinned(lookup: _Lookup) -> Decision | None:
     reason = None if is_library and lookup.library_admitted else lookup.why_excluded(pin.candidate)
     # A failure elsewhere in the family does not count where the candidate was good at this very problem.
     if not is_library and pin.candidate not in {row.candidate for row in lookup.fresh(lookup.rows_of_problem())}:
-        reason = reason or lookup.tables.failed([lookup.problem.family]).get(pin.candidate)
+        reason = reason or lookup.tables.failed(lookup.problem).get(pin.candidate)
     if reason is None:
         text = f"{pin.candidate} is pinned in the {pin.layer} layer: {pin.reason or 'no reason given'}"
         return replace(_unmeasured(lookup, pin.candidate, "pin", text), layer=pin.layer)
@@ -656,7 +714,7 @@ def _from_family(lookup: _Lookup, family: Family, reach: int | None, relaxed: st
     sizes = family.fresh_sizes(lookup.problem.shape)
     if sizes is None:
         return None
-    size, failed = lookup.size, lookup.failed_near(family.problem)
+    size, failed = lookup.size, lookup.failed_near(family)
     here = sizes.rows.get(size, _NO_ROWS)
     if lookup.serves(here, failed):
         found = lookup.pool(here, failed)
@@ -699,7 +757,7 @@ def _named(rows: Sequence[Row], size: int) -> str:
 
 def _nearby_winner(lookup: _Lookup, family: Family, rows: Rows, text: str) -> Decision:
     """The winner of another size or shape; its time at this one is not known."""
-    found = lookup.pool(rows, lookup.failed_near(family.problem), every_trial=True)
+    found = lookup.pool(rows, lookup.failed_near(family), every_trial=True)
     return replace(_settle(lookup, found, rows, "interpolated", text), **_NO_TIMES)
 
 
@@ -708,7 +766,7 @@ def _near_pools(lookup: _Lookup, family: Family) -> list[Pool]:
     sizes = family.fresh_sizes(lookup.problem.shape)
     if sizes is None:
         return []
-    nearby, predicting, failed = sizes.rows, lookup.failed_near(family.problem), lookup.failed_at_rows()
+    nearby, predicting, failed = sizes.rows, lookup.failed_near(family), lookup.failed_at_rows()
     below, above = (
         list(islice((s for s in side if lookup.serves(nearby[s], predicting)), 2))
         for side in (sizes.below(lookup.size), sizes.above(lookup.size))
@@ -729,7 +787,7 @@ def _nearest_shape(lookup: _Lookup, family: Family, reach: int | None) -> Rows:
         factors = [max(x, y, 1) / max(min(x, y), 1) for x, y in zip(shape, asked, strict=True)]
         if reach is None or all(factor <= most for factor, most in zip(factors, reaches, strict=True)):
             near.append((math.prod(factors), shape))
-    failed = lookup.failed_near(family.problem)
+    failed = lookup.failed_near(family)
     nearest = (family.fresh_by_shape[shape] for _, shape in sorted(near))
     return next((rows for rows in nearest if lookup.serves(rows, failed)), _NO_ROWS)
 
@@ -793,7 +851,7 @@ def _rule_of_thumb(lookup: _Lookup, *, at_size: bool) -> Decision | None:
         return None
     rows = lookup.rows_of_problem()
     measured = {row.candidate.variant for row in lookup.fresh(rows)} if at_size else lookup.tables.measured
-    if candidate.variant in measured or candidate in lookup.tables.failed([lookup.problem.family]):
+    if candidate.variant in measured or candidate in lookup.tables.failed(lookup.problem):
         return None
     what = f"{candidate.variant} was not" if rows or not at_size else "nothing of this size is"
     why = f"{what} measured here, so {candidate} runs by rule of thumb; `tunedcomm tune` measures it"
@@ -805,12 +863,13 @@ def _rule_of_thumb(lookup: _Lookup, *, at_size: bool) -> Decision | None:
 
 def _unmeasured_default(lookup: _Lookup) -> Decision | None:
     """Where the library may not run, the default config of the first variant that can; None if none can."""
-    failed = lookup.tables.failed([lookup.problem.family])
+    failed = lookup.tables.failed(lookup.problem)
     for candidate in lookup.catalog.defaults(lookup.problem, lookup.max_sms):
         # The library's own transfers take as many SMs as they like.
         free = lookup.max_sms is not None and lookup.catalog.num_blocks(lookup.requested, candidate) < 0
-        judge = replace(lookup, max_sms=None, reasons={}, shared={}) if free else lookup
-        if reason := judge.why_excluded(candidate) or failed.get(candidate) or lookup.why_failed(candidate):
+        judge = _judge(lookup.tables, lookup.catalog, lookup.policy, None) if free else lookup.judge
+        excluded = judge.check(candidate)(lookup.requested, lookup.in_any_mode)
+        if reason := excluded or failed.get(candidate) or lookup.why_failed(candidate):
             lookup.pass_over(candidate, reason)
             continue
         why = (
@@ -832,7 +891,7 @@ def _library(lookup: _Lookup) -> Decision:
         size = lookup.size
         nearest = min(by_size, key=lambda s: (abs(math.log(s / size)), s))
         rows = by_size[nearest]
-        lookup.report(rows, lookup.failed_near(lookup.problem.family))
+        lookup.report(rows, lookup.failed_near(lookup.family))
         why = f"what is measured at {_named(rows, nearest)}, the nearest size, may not serve this one"
         if any(row.problem == lookup.problem for row in rows):
             why, advice = "of what is measured at this very size only the library may serve", ""
@@ -868,7 +927,13 @@ def _settle(
     if lookup.with_reasons:
         for row, reason in found.outranked:
             lookup.pass_over(row.candidate, reason)
-    beating = [scored for scored in found.scored if _beats_library(lookup, found, scored)]
+    beating: list[Scored] = []
+    for scored in found.scored:
+        # Without reasons nobody asks about those that cannot tie with the best.
+        if beating and not lookup.with_reasons and (not near or scored.score > beating[0].score * (1 + MAX_NOISE)):
+            break
+        if _beats_library(lookup, found, scored):
+            beating.append(scored)
     if not beating:
         return _library_wins(lookup, found, rows, source, text)
     winner = best = beating[0]
@@ -917,7 +982,7 @@ def _beats_library(lookup: _Lookup, found: Pool, scored: Scored) -> bool:
 def _share_in_place(lookup: _Lookup, row: Row) -> float:
     """The library's time in place over its time beside `row`; 1 where that is its best form."""
     asked = replace(row.problem, in_place=True)
-    rows = lookup.tables.family(asked.family, borrowed=True).by_shape.get(asked.shape, ())
+    rows = lookup.tables.family(asked, borrowed=True).by_shape.get(asked.shape, ())
     in_place_us = median_baseline(rows)
     if row.problem.in_place or in_place_us is None or row.baseline_p50_us is None:
         return 1.0

@@ -6,18 +6,39 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
+T = TypeVar("T")
 Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
 RING = 4  # chunks of a rank that the staging holds at once
 MAX_NUM_CHUNKS = 32  # the largest value of an axis; stands for as many chunks as the staging needs
 _MAX_LOOKS = 4096
 _MIN_BLOCKS = 8  # with work for 8 blocks, fewer blocks never won
+
+
+def kept(function: Callable[[Problem], T]) -> Callable[[Problem], T]:
+    """A function of a problem that keeps its last result: all checks of a size ask for it."""
+    last: tuple[Problem, T] | None = None
+
+    @functools.wraps(function)
+    def of(problem: Problem) -> T:
+        nonlocal last
+        known = last
+        if known is None or known[0] is not problem:
+            last = known = problem, function(problem)
+        return known[1]
+
+    return of
+
+
+def power_of_2(count: int) -> int:
+    """The least power of two from `count` on; 0 of 0."""
+    return 1 << (count - 1).bit_length() if count else 0
 
 
 def refuse_kernels(problem: Problem, limits: Limits, dtypes: Sequence[str], reductions: Sequence[str]) -> str | None:
@@ -76,7 +97,10 @@ def grid_rounds(work_packets: int, config: Config) -> int:
 
 def refuse_residence(config: Config, limits: Limits) -> str | None:
     """Return why the blocks of a grid cannot all be resident, or None: 512 threads an SM fit with any registers."""
-    blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
+    return _refuse_residence(int(config["num_blocks"]), 32 * int(config["num_warps"]), limits)
+
+
+def _refuse_residence(blocks: int, threads: int, limits: Limits) -> str | None:
     if blocks > limits.max_blocks:
         return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
     if limits.backend == "cuda" and blocks > limits.num_sms * max(1, 512 // threads):
@@ -91,9 +115,10 @@ def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, max
 
     A grid must be resident, have work for each block, and not go round more than `max_rounds` times.
     """
-    if reason := refuse_residence(config, limits):
+    blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
+    if reason := _refuse_residence(blocks, threads, limits):
         return reason
-    blocks, per_round = int(config["num_blocks"]), packets_a_block(config)
+    per_round = threads * int(config.get("items", 1))
     if (blocks - 1) * per_round >= work_packets and blocks > 1:
         return f"{work_packets} packets leave some of {blocks} blocks without work"
     if blocks * per_round * max_rounds < work_packets:
@@ -140,8 +165,7 @@ def refuse_staging(
 ) -> str | None:
     """Return why the staging cannot hold `ring` of `num_chunks` chunks from each of `slots` ranks at once, or None."""
     ring = min(num_chunks, ring)
-    needed = slots * ring * chunk_bytes
-    if needed > limits.staging_bytes:
+    if (needed := slots * ring * chunk_bytes) > limits.staging_bytes:
         return (
             f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes need {needed} bytes of staging; "
             f"there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"

@@ -396,23 +396,25 @@ class RingVariant(KernelVariant):
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         """Rounds of a team."""
-        return super().num_rounds(problem, {**config, "num_blocks": max(self.num_teams(config), 1)})
+        return self._chunks(problem, config)[0]
+
+    def _chunks(self, problem: Problem, config: Config) -> tuple[int, int, int]:
+        """Rounds of a team, its chunks, and the bytes of a slot that a chunk takes."""
+        teams, per_block, chunks = self.num_teams(config), packets_a_block(config), int(config["num_chunks"])
+        rounds = -(-self.work_packets(problem) // (max(teams, 1) * per_block))
+        return rounds, chunks, -(-rounds // chunks) * teams * per_block * self.packet_bytes
 
     def refuse_ring(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         """Return why the staging does not hold the chunks of a config, or None."""
-        rounds, chunks = self.num_rounds(problem, config), int(config["num_chunks"])
+        rounds, chunks, chunk_bytes = self._chunks(problem, config)
         if rounds < chunks and chunks > 1:
             return f"{rounds} rounds cannot be split into {chunks} chunks"
-        chunk_bytes, slots = self.chunk_bytes(problem, config), self.slots(problem)
+        slots = self.slots(problem)
         return refuse_staging(problem, limits, chunk_bytes=chunk_bytes, num_chunks=chunks, slots=slots, ring=self.ring)
 
-    def chunk_bytes(self, problem: Problem, config: Config) -> int:
-        """Bytes of a slot that a chunk takes."""
-        rounds = -(-self.num_rounds(problem, config) // int(config["num_chunks"]))
-        return rounds * self.num_teams(config) * packets_a_block(config) * self.packet_bytes
-
     def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
-        nbytes = self.slots(problem) * min(int(config["num_chunks"]), self.ring) * self.chunk_bytes(problem, config)
+        _, chunks, chunk_bytes = self._chunks(problem, config)
+        nbytes = self.slots(problem) * min(chunks, self.ring) * chunk_bytes
         return Room(**{area: nbytes for area in ("scatter", "gather") if area in self.trailing_arguments})
 
 

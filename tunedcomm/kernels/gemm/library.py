@@ -21,7 +21,7 @@ from tunedcomm.kernels.all_reduce.bias import BiasLamport, BiasTwoShot, BiasTwoS
 from tunedcomm.kernels.all_reduce.lamport import Lamport, TwoShotLamport
 from tunedcomm.kernels.all_reduce.one_shot import OneShot
 from tunedcomm.kernels.all_reduce.two_shot import TwoShot
-from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.feasibility import Launch, kept
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.variant import (
     Collective,
@@ -219,6 +219,13 @@ _LAMPORT_SCATTER_BYTES = 1 << 20  # of a rank's result: above it push is tried f
 _SPLIT_BLOCKS = 32  # from so many on, half of push's blocks push and the others sum
 
 
+@kept
+def _scattered(problem: Problem) -> Problem:
+    """The reduce_scatter of the products."""
+    shape, dtype = (rows_of(problem) * problem.shape[1],), gemm_layout(problem).dtype
+    return replace(problem, shape=shape, dtype=dtype, input_kind="plain", layout="", scaling="")
+
+
 class TunedScatter(_LibraryTuned, registered=True):
     """The product goes into scratch."""
 
@@ -235,20 +242,16 @@ class TunedScatter(_LibraryTuned, registered=True):
         }
     )
 
-    def _scatter(self, problem: Problem) -> Problem:
-        shape, dtype = (rows_of(problem) * problem.shape[1],), gemm_layout(problem).dtype
-        return replace(problem, shape=shape, dtype=dtype, input_kind="plain", layout="", scaling="")
-
     def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
         split = int(config["num_chunks"]) > 1 and int(config["num_blocks"]) >= _SPLIT_BLOCKS
-        return (Collective.of(_SCATTERS[str(config["algorithm"])], self._scatter(problem), {**config, "split": split}),)
+        return (Collective.of(_SCATTERS[str(config["algorithm"])], _scattered(problem), {**config, "split": split}),)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         axes = _refuse_axes(config, early=("lamport",), cut=("push",))
         return refuse_gemm(problem, limits, descriptors=False) or axes
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        inner = self._scatter(problem)
+        inner = _scattered(problem)
         best = "lamport" if inner.nbytes <= _LAMPORT_SCATTER_BYTES or limits.backend == "host" else "push"
         return {"num_chunks": 1, "launch_pdl": False, **_SCATTERS[best].default(inner, limits), "algorithm": best}
 
@@ -283,10 +286,13 @@ def adds_bias(problem: Problem, algorithm: str) -> bool:
 def reduction_of(problem: Problem, config: Config, rows: int) -> Collective:
     """This library's all_reduce of so many rows of the result in place, which adds the bias if it can."""
     algorithm, columns = str(config["algorithm"]), problem.shape[1]
-    inner = replace(problem, dtype=gemm_layout(problem).dtype, layout="", scaling="")
-    if adds_bias(problem, algorithm):
-        return Collective.of(_BIAS_REDUCTIONS[algorithm], replace(inner, shape=(rows, columns)), config)
-    return Collective.of(_REDUCTIONS[algorithm], replace(inner, shape=(rows * columns,), in_place=True), config)
+    with_bias = adds_bias(problem, algorithm)
+    inner = Problem(
+        problem.op, (rows, columns) if with_bias else (rows * columns,), gemm_layout(problem).dtype,
+        problem.world_size, problem.reduction, problem.input_kind, problem.in_place or not with_bias,
+        mode=problem.mode,
+    )  # fmt: skip
+    return Collective.of((_BIAS_REDUCTIONS if with_bias else _REDUCTIONS)[algorithm], inner, config)
 
 
 def _refuse_reduction_axes(config: Config) -> str | None:

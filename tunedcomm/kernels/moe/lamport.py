@@ -50,6 +50,7 @@ import triton
 import triton.language as tl
 from triton import next_power_of_2
 
+from tunedcomm.kernels.common.feasibility import power_of_2
 from tunedcomm.kernels.common.lamport import end_call
 from tunedcomm.kernels.common.lane import STATE_OFFSET, read_counter
 from tunedcomm.kernels.common.packets import (
@@ -468,7 +469,7 @@ class DispatchLamport(_Lamport, DispatchVariant, registered=True):
     def id_packets(self, problem: Problem, config: Config) -> int:
         """Packets of a rank's ids that a block holds, a power of two: one or more a thread."""
         s = sizes_of(problem)
-        return int(max(next_power_of_2(packets_of(4 * s.tokens * s.topk)), 32 * int(config["num_warps"])))
+        return max(power_of_2(packets_of(4 * s.tokens * s.topk)), 32 * int(config["num_warps"]))
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
         return int(config["num_blocks"]) + 1  # with the one that counts

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tunedcomm.errors import CapacityError, UnsupportedInputError
 from tunedcomm.fp8 import E4M3_MAX, GROUP, WIRES, sent, to_e4m3
-from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.feasibility import Launch, kept
 from tunedcomm.kernels.common.reference import (
     SUM_DTYPES,
     WIRE_TOLERANCE,
@@ -89,6 +89,7 @@ class Sizes(NamedTuple):
     wire_bytes: int  # of a token and its scales
 
 
+@kept
 def sizes_of(problem: Problem) -> Sizes:
     """The sizes of a problem of either op."""
     tokens, hidden, topk, experts = problem.shape

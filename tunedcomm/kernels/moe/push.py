@@ -37,7 +37,7 @@ from triton import next_power_of_2
 
 from tunedcomm import fp8
 from tunedcomm.kernels.all_reduce_rms_norm.rows import _store_words
-from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels, refuse_residence
+from tunedcomm.kernels.common.feasibility import Launch, power_of_2, refuse_kernels, refuse_residence
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, exchange_flags, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import (
@@ -58,6 +58,7 @@ from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import LaneLayout, Room
 
 RING = tl.constexpr(4)
+_RING = int(RING.value)
 CHUNK = tl.constexpr(256)  # ids that a block compares at once
 SPAN = tl.constexpr(256)  # ids of a block of the kernel that counts
 _E4M3_MAX = tl.constexpr(fp8.E4M3_MAX)
@@ -539,7 +540,7 @@ def combine_kernel(
 
 def quantise_request(problem: Problem) -> CompileRequest:
     """The binary that quantises tokens."""
-    width = next_power_of_2(packets_of(problem.shape[1] * ITEMSIZE[problem.dtype]))
+    width = power_of_2(packets_of(problem.shape[1] * ITEMSIZE[problem.dtype]))
     groups = width // packets_of(fp8.GROUP * ITEMSIZE[problem.dtype]) if problem.scaling == "group128" else 1
     scales = sizes_of(problem).num_scales
     constants: dict[str, Value] = {"DTYPE": problem.dtype, "PACKETS": width, "GROUPS": groups, "SCALES": scales}
@@ -601,8 +602,9 @@ class GridVariant(KernelVariant):
 
     def staged(self, problem: Problem, config: Config) -> int:
         """Bytes of the workspace that a call takes."""
-        ring = min(self.num_chunks(problem, config), int(RING.value))
-        return self.further_bytes(problem, config) + ring * self.span(problem, config) * self.token_bytes(problem)
+        chunks = self.num_chunks(problem, config)
+        held = min(chunks, _RING) * -(-problem.shape[0] // chunks)
+        return self.further_bytes(problem, config) + held * self.token_bytes(problem)
 
     def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
         nbytes = self.staged(problem, config)
@@ -623,7 +625,7 @@ class GridVariant(KernelVariant):
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         blocks, split, threads = int(config["num_blocks"]), int(config["split"]), 32 * int(config["num_warps"])
         tokens = problem.shape[0]
-        most = next_power_of_2(tokens) if tokens else 0  # configs of powers of two also suit what is between those
+        most = power_of_2(tokens)  # configs of powers of two also suit what is between those
         chunk = int(config.get("chunk_tokens", most))
         if blocks % split:
             return f"{blocks} blocks are not shared equally by the {split} parts of a token"
@@ -642,21 +644,21 @@ class GridVariant(KernelVariant):
         return refuse_residence(config, limits)
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        teams = max(int(config["num_blocks"]) // int(config["split"]), 1)
-        return -(-self.span(problem, config) // teams) * self.num_chunks(problem, config)
+        teams, chunks = max(int(config["num_blocks"]) // int(config["split"]), 1), self.num_chunks(problem, config)
+        return -(-problem.shape[0] // (chunks * teams)) * chunks
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         tokens, packets = problem.shape[0], self.packets(problem)
         warps = 2 if packets <= 64 else 4 if packets <= 256 else 8
         split = max(min(128 // max(tokens, 1), packets // (32 * warps), 8), 1)
         grid = {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split}
-        return {**grid, "chunk_tokens": next_power_of_2(max(tokens, 1)), "items": 1}
+        return {**grid, "chunk_tokens": power_of_2(max(tokens, 1)), "items": 1}
 
     def widest_grid(self, problem: Problem) -> dict[str, float]:
         """Up to 128 blocks, whose threads hold several packets where tokens are many."""
         tokens, packets = max(problem.shape[0], 1), self.packets(problem)
         split = max(min(128 // tokens, packets // 64, 8), 1)
-        warps = min(max(next_power_of_2(packets // split) // 64, 1), 8)
+        warps = min(max(power_of_2(packets // split) // 64, 1), 8)
         items = min(max(packets / (split * 32 * warps), 1), 4)
         return {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "items": items}
 
@@ -691,8 +693,8 @@ class DispatchVariant(GridVariant):
     def further_bytes(self, problem: Problem, config: Config) -> int:
         """Of counts, tables and places, from all ranks."""
         s = sizes_of(problem)
-        of_block = next_power_of_2(s.experts + 1) + next_power_of_2(s.local)
-        words = int(config["num_blocks"]) * of_block + s.tokens * next_power_of_2(s.topk)
+        of_block = power_of_2(s.experts + 1) + power_of_2(s.local)
+        words = int(config["num_blocks"]) * of_block + s.tokens * power_of_2(s.topk)
         return int(4 * problem.world_size * words + PACKET_BYTES)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:

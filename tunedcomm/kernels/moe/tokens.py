@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from triton import next_power_of_2
 
-from tunedcomm.kernels.common.feasibility import Launch, refuse_result
+from tunedcomm.kernels.common.feasibility import Launch, power_of_2, refuse_result
 from tunedcomm.kernels.common.lamport import end_call
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
@@ -646,7 +646,7 @@ class _ByToken(GridVariant):
 
     def line_bytes(self, problem: Problem) -> int:
         """Bytes of a token's ids and weights as they travel."""
-        return 8 * int(next_power_of_2(problem.shape[2]))
+        return 8 * power_of_2(problem.shape[2])
 
     def packets_held(self, problem: Problem, config: Config) -> int:
         """Packets that a thread holds at once."""
