@@ -43,8 +43,8 @@ from tunedcomm.integrations.engines.group import by_reason, shares_of
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup, Routing, factor_of, inside, run_served, start
 from tunedcomm.kernels.common.variant import all_gather_single, reduce_scatter_single
 from tunedcomm.ops.adapter import TorchServe
+from tunedcomm.ops.arguments import reduction_name
 from tunedcomm.ops.call import leave, paths
-from tunedcomm.ops.checks import reduction_name
 from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.spec import NumericsPolicy, get_variant
 
@@ -256,7 +256,7 @@ class ReduceScatter(_Comm, _fsdp_api.ReduceScatter):
             else:
 
                 def run() -> None:
-                    path.repeat((x, out), options, group, of.policy(path.adapter), self._max_sms)
+                    path.serve_again((x, out), options, group, of.policy(path.adapter), self._max_sms)
                     if factor not in (None, 1.0):
                         when_due(lambda: out.mul_(factor))
 

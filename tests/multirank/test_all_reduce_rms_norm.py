@@ -115,7 +115,7 @@ def test_public_call(rank, world_size):
                 for _ in range(2):
                     for _ in range(2):
                         assert same(tunedcomm.all_reduce_rms_norm(**given), y, h), name
-                    assert paths[OP].last, "made by the second call"
+                    assert paths[OP].last_fast_calls, "made by the second call"
                     out, held = torch.full_like(y, 0.0), torch.full_like(h, float("nan"))
                     got = tunedcomm.all_reduce_rms_norm(**given, out=out, residual_out=held)
                     assert got[0] is out
@@ -157,14 +157,14 @@ def test_a_residual_that_is_the_input_has_a_fast_call(rank):
     with tunedcomm.force(OP, "lamport"):
         for _ in range(2):
             y, h = tunedcomm.all_reduce_rms_norm(x, weight, residual=x)
-        fast = paths[OP].last.get(dist.group.WORLD)
+        fast = paths[OP].last_fast_calls.get(dist.group.WORLD)
         assert fast is not None
         rest = (None, None, None, 1e-6, None, None, None)
         assert fast(x, weight, None, x.clone(), *rest) is None
         assert same(fast(x, weight, None, x, *rest), y, h)
         for _ in range(2):
             assert same(tunedcomm.all_reduce_rms_norm(x, weight, residual=x.clone()), y, h)
-        assert paths[OP].last[dist.group.WORLD](x, weight, None, x, *rest) is None
+        assert paths[OP].last_fast_calls[dist.group.WORLD](x, weight, None, x, *rest) is None
 
 
 def test_bad_input(rank, world_size):
@@ -357,7 +357,7 @@ def test_public_call_that_quantises(rank, world_size):
                 assert torch.equal(bits_of(held), bits_of(expected[1].reshape(shape)))
                 if "columns" in scaling:
                     assert got[2].stride() == (3, 1, 8), "six rows, padded to 16 bytes"
-            assert paths[OP if name == "lamport" else "all_reduce_rms_norm_quantized"].last[dist.group.WORLD]
+            assert paths[OP if name == "lamport" else "all_reduce_rms_norm_quantized"].last_fast_calls[dist.group.WORLD]
     x, bias, weight = torch.randn(4, 64), torch.randn(4, 64), torch.ones(64)
     y, h = tunedcomm.all_reduce_rms_norm(x, weight, bias=bias)
     again = tunedcomm.all_reduce_rms_norm(x, weight, residual=bias)

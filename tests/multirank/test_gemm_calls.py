@@ -282,7 +282,7 @@ def test_launches_by_address(rank: int, world_size: int) -> None:
         with tunedcomm.force(op, "planted"):
             for turn in range(4):
                 seen.clear()
-                fast = paths[op].last.get(dist.group.WORLD)
+                fast = paths[op].last_fast_calls.get(dist.group.WORLD)
                 assert (fast is not None) == (turn > 1), (op, turn)  # made by the second call
                 getattr(tunedcomm, op)(a, weight.t(), **options)
                 assert seen == [wanted], (op, turn)

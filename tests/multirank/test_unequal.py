@@ -113,7 +113,7 @@ def outputs_body(rank: int, world_size: int) -> int:
         policy: Any = None if path.adapter.reduces else "default"
 
         def public(tensors: Tensors, path: Any = path, options: Any = options, policy: Any = policy) -> Tensors:
-            call = path.call if path.adapter.has_operator else path.serve
+            call = path.call if path.adapter.has_operator else path.serve_again
             return as_tuple(call(tensors, options, dist.group.WORLD, policy, None))
 
         def operator(tensors: Tensors, path: Any = path, options: Any = options, name: str = name) -> Tensors:
@@ -279,7 +279,7 @@ def debug_body(rank: int, world_size: int) -> None:
             assert found[0].numel() == 0, (name, shape)
     for index, (name, (inputs, options)) in enumerate(table.items()):
         path = paths[name]
-        call = path.call if path.adapter.has_operator else path.serve
+        call = path.call if path.adapter.has_operator else path.serve_again
         tensors = [*inputs, *(None,) * len(path.adapter.outputs)]
         if rank == index % world_size:
             tensors[0] = tensors[0][:0] if name != "ep_combine" else tensors[0][..., :8]

@@ -166,7 +166,7 @@ class Communicator:
         self._lane_order = LaneOrder(weakref.WeakMethod(self.forget_eager_plans))
         self._captured: dict[int, Any] = {}  # by id: what graphs replay
         self._retired: list[tuple[Any, list[Any]]] = []  # dropped plans and the event after their last launch
-        self._has_graphs = self._has_yielding_eager = False
+        self._has_graphs = self._rebinds_at_capture = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = self.device.index if self.device.type == "cuda" else -1
         self.status_view = self.control.status
@@ -455,7 +455,7 @@ class Communicator:
         self._captured[id(plan)] = plan
         if not self._has_graphs:
             self._has_graphs = True
-            if self._has_yielding_eager:
+            if self._rebinds_at_capture:
                 self.forget_eager_plans()
 
     def _retire(self, plans: list[Any]) -> None:
@@ -537,7 +537,7 @@ class Communicator:
         workspace = self.workspace or self._no_workspace
         if problem.mode == "eager" and config.get("launch_pdl"):
             config["launch_pdl"] = not self._has_graphs  # a kernel launched early takes room and waits: see LaneOrder
-            self._has_yielding_eager = True
+            self._rebinds_at_capture = True
         self._ensure_memory(problem, variant, config)
         with within(SHARE_OF_EAGER if problem.mode == "eager" else 1.0) as residency:
             try:
@@ -556,7 +556,7 @@ class Communicator:
                     f"{candidate} takes {residency.share:.0%} of the GPU; once a group has captured graphs its eager "
                     f"calls may take {SHARE_OF_EAGER:.0%}, so that both find room on every rank"
                 )
-            self._has_yielding_eager = True
+            self._rebinds_at_capture = True
         return self.wrap(
             problem, launch, candidate, is_large=is_large, for_calls=for_calls, counter=counter, policy=policy
         )

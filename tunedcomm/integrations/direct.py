@@ -30,8 +30,8 @@ import torch
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops.adapter import Tensors
+from tunedcomm.ops.arguments import is_nk
 from tunedcomm.ops.call import paths
-from tunedcomm.ops.checks import is_nk
 from tunedcomm.ops.fast_call import is_capturing
 from tunedcomm.ops.gemm import OUT_DTYPES, ag_gemm, gemm_rs, list_path
 from tunedcomm.selection.select import Decision
@@ -313,7 +313,7 @@ class DirectCalls:
             self._meet()
         found = x = call.inputs[0]
         plain = of.plain(x.detach())
-        made = paths["all_reduce"].repeat(
+        made = paths["all_reduce"].serve_again(
             (plain, plain if call.in_place else None), call.options, of.group, of.numerics, of.max_sms
         )
         if not call.in_place:
@@ -326,7 +326,7 @@ class DirectCalls:
 
     def _meet(self) -> None:
         """Make a barrier on the current stream."""
-        paths["all_reduce"].repeat(self._word, ("sum",), self._of.group, "default", self._of.max_sms)
+        paths["all_reduce"].serve_again(self._word, ("sum",), self._of.group, "default", self._of.max_sms)
 
     def _why_slower(self, num_barriers: int, plan: Plan) -> str:
         """`why_slower` for a plan that needs so many barriers, which are bound here if they can be."""

@@ -61,8 +61,8 @@ from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations import after_warmup, check_torch
 from tunedcomm.integrations.direct import OPERATORS, DirectCalls, Read
 from tunedcomm.ops.adapter import OpAdapter, Tensors, TorchCall, TorchServe
+from tunedcomm.ops.arguments import SUMMED
 from tunedcomm.ops.call import forget_last, leave, paths
-from tunedcomm.ops.checks import SUMMED
 from tunedcomm.ops.fast_call import is_capturing
 from tunedcomm.selection.select import Decision
 from tunedcomm.spec import NumericsPolicy, Problem, admits, get_variant
@@ -498,11 +498,11 @@ def run_served(
     """The op's result in a new tensor or in `out`, which may have any strides, share memory with `x`, or be `x`."""
     path, numerics, max_sms = paths[adapter.operator], of.policy(adapter), of.max_sms
     if out is None:
-        return path.repeat((of.plain(x.detach()), None), serve.options, of.group, numerics, max_sms)
+        return path.serve_again((of.plain(x.detach()), None), serve.options, of.group, numerics, max_sms)
     if out is x and adapter.aliases:
         target = x.detach()
         plain = of.plain(target)
-        path.repeat((plain, plain), serve.options, of.group, numerics, max_sms)
+        path.serve_again((plain, plain), serve.options, of.group, numerics, max_sms)
         if plain is not target:
             when_due(lambda: target.copy_(plain))
         return out
@@ -517,7 +517,7 @@ def run_served(
     overlap = -sink.nbytes < sink.data_ptr() - source.data_ptr() < source.nbytes
     if overlap and not adapter.may_hold_input((source,), serve.options, sink, of.group.rank()):
         source = source.clone()
-    path.repeat((source, sink), serve.options, of.group, numerics, max_sms)
+    path.serve_again((source, sink), serve.options, of.group, numerics, max_sms)
     if sink.data_ptr() != target.data_ptr():
         when_due(lambda: target.copy_(sink.view(target.shape)))
     return out

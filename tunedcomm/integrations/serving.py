@@ -34,9 +34,9 @@ from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.fp8 import WIRES, Wire
 from tunedcomm.integrations import after_warmup
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
+from tunedcomm.ops.arguments import check_tensor
 from tunedcomm.ops.attention import dcp_combine
 from tunedcomm.ops.call import paths
-from tunedcomm.ops.checks import check_tensor
 from tunedcomm.ops.collectives import all_reduce
 from tunedcomm.spec import NumericsPolicy
 

@@ -19,8 +19,8 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops import torch_ops as torch_ops
 from tunedcomm.ops.adapter import Tensors
+from tunedcomm.ops.arguments import check_input
 from tunedcomm.ops.call import CallPath, paths
-from tunedcomm.ops.checks import check_input
 from tunedcomm.selection.select import Decision
 from tunedcomm.spec import NumericsPolicy, Problem, get_op
 

@@ -226,6 +226,21 @@ class OpAdapter(ABC):
         return written
 
 
+class CallArguments(NamedTuple):
+    """The arguments of a call, as the caller gave them.
+
+    Attributes:
+        tensors: inputs, then outputs, whatever they are.
+        options: the op's own.
+    """
+
+    tensors: Tensors
+    options: tuple[Any, ...]
+    group: Group
+    numerics: NumericsPolicy | None
+    max_sms: int | None
+
+
 class CallSignature(NamedTuple):
     """The arguments that a fast call is made for, besides tensors of one kind.
 

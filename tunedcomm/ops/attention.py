@@ -14,8 +14,8 @@ from tunedcomm.kernels.dcp_combine.op import BASES, check, rows_of_rank
 from tunedcomm.kernels.ulysses.op import GATHER, SCATTER
 from tunedcomm.ops import autograd
 from tunedcomm.ops.adapter import OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.arguments import FLOATS, MOVED, check_dtype
 from tunedcomm.ops.call import CallPath
-from tunedcomm.ops.checks import FLOATS, MOVED, check_dtype
 from tunedcomm.ops.fast_call import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -110,7 +110,7 @@ def dcp_combine(
     """
     try:
         if not is_dynamo_compiling():
-            fast = _dcp_combine.last[world._default_pg if group is None else group]
+            fast = _dcp_combine.last_fast_calls[world._default_pg if group is None else group]
             if (found := fast(x, lse, out, lse_out, base, numerics, max_sms)) is not None:
                 return found if return_lse else found[0]
         results = _dcp_combine.call((x, lse, out, lse_out), (base,), group, numerics, max_sms)
@@ -199,7 +199,7 @@ def ulysses_scatter(
     """
     try:
         if not is_dynamo_compiling():
-            fast = _ulysses_scatter.last[world._default_pg if group is None else group]
+            fast = _ulysses_scatter.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(x, out, "default", max_sms)) is not None:
                 return result
         return _ulysses_scatter.call((x, out), (), group, "default", max_sms)
@@ -237,7 +237,7 @@ def ulysses_gather(
     """
     try:
         if not is_dynamo_compiling():
-            fast = _ulysses_gather.last[world._default_pg if group is None else group]
+            fast = _ulysses_gather.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(x, out, "default", max_sms)) is not None:
                 return result
         return _ulysses_gather.call((x, out), (), group, "default", max_sms)

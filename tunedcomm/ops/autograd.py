@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tunedcomm.ops.checks import is_nk
+from tunedcomm.ops.arguments import is_nk
 
 # `torch_ops` fills ctx.shape (of the first input), ctx.options and ctx.settings (the arguments behind the options),
 # refuses calls without a gradient, and adds None for the arguments behind those whose gradients come back.

@@ -18,8 +18,8 @@ from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.by_counts.op import DEVICE, GATHER, PACKED, PADDED, SCATTER, as_argument
 from tunedcomm.ops import autograd
 from tunedcomm.ops.adapter import Group, OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.arguments import FLOATS, INTEGERS, MOVED, check_dtype
 from tunedcomm.ops.call import CallPath
-from tunedcomm.ops.checks import FLOATS, INTEGERS, MOVED, check_dtype
 from tunedcomm.ops.fast_call import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -235,7 +235,7 @@ def all_gather_v(
         tensors, options = (x, given, out, counts_out), (sizes, rows, max_count)
         found = None
         if not is_dynamo_compiling():
-            fast = _all_gather_v.last[world._default_pg if group is None else group]
+            fast = _all_gather_v.last_fast_calls[world._default_pg if group is None else group]
             found = fast(*tensors, *options, "default", max_sms)
         if found is None:
             found = _all_gather_v.call(tensors, options, group, "default", max_sms)
@@ -284,7 +284,7 @@ def reduce_scatter_v(
         given, sizes, rows = _given(x, counts, group)
         tensors, options = (x, given, out), (sizes, max_count if rows is None else rows, max_count)
         if not is_dynamo_compiling():
-            fast = _reduce_scatter_v.last[world._default_pg if group is None else group]
+            fast = _reduce_scatter_v.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(*tensors, *options, numerics, max_sms)) is not None:
                 return result
         return _reduce_scatter_v.call(tensors, options, group, numerics, max_sms)

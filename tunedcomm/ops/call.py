@@ -30,8 +30,8 @@ from tunedcomm.dispatch.groups import end_group, get_communicator
 from tunedcomm.dispatch.launches import is_putting_off, when_due
 from tunedcomm.dispatch.plans import Plan, check_library, library_plan, plan_for
 from tunedcomm.errors import NotInitializedError, TunedCommError, UnsupportedInputError
-from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Results, Tensors
-from tunedcomm.ops.checks import (
+from tunedcomm.ops.adapter import CallArguments, CallSignature, Group, OpAdapter, Results, Tensors
+from tunedcomm.ops.arguments import (
     check_apart,
     check_differentiable,
     check_fits,
@@ -124,8 +124,8 @@ def _num_calls(error: BaseException) -> int:
     count, before, frame = 0, None, error.__traceback__
     while frame is not None:
         code = frame.tb_frame.f_code
-        is_fast = code.co_filename == FAST_CALL_NAME and before is not CallPath.serve_here.__code__
-        count += is_fast or code is CallPath.serve_here.__code__
+        is_fast = code.co_filename == FAST_CALL_NAME and before is not CallPath.serve_on_device.__code__
+        count += is_fast or code is CallPath.serve_on_device.__code__
         before, frame = code, frame.tb_next
     return count
 
@@ -168,14 +168,14 @@ def _switch() -> None:
 def forget_last(group: dist.ProcessGroup) -> None:
     """Let the group's next calls come to `CallPath.serve`, which waits for the group's asynchronous ones."""
     for path in paths.values():
-        for last in list(path._lasts.values()):
+        for last in list(path._last_by_policy.values()):
             last.pop(group, None)
 
 
 def _forget_fast_calls(group: dist.ProcessGroup, dropped: list[FastCall]) -> None:
     """Let calls that these served last come to `CallPath.serve`."""
     for path in paths.values():
-        for last in list(path._lasts.values()):
+        for last in list(path._last_by_policy.values()):
             if last.get(group) in dropped:
                 last.pop(group, None)
 
@@ -194,26 +194,27 @@ class CallPath(Generic[Result]):
     """The path of one op's calls.
 
     Attributes:
-        last: process group to the fast call that served it last; nearly always the one of its next call, which asks.
-            Calls without a group look up the default one each time, for groups may be destroyed and made again.
-            Each policy of `tunedcomm.numerics` has a dict of its own: a repeated call need not ask which is in force.
+        last_fast_calls: process group to the fast call that served it last; nearly always the one of its next call,
+            which asks. Calls without a group look up the default one each time, for groups may be destroyed and made
+            again. Each policy of `tunedcomm.numerics` has a dict of its own: a repeated call need not ask which is in
+            force.
     """
 
     def __init__(self, adapter: OpAdapter) -> None:
         self.adapter = adapter
         self._names = adapter.inputs if len(adapter.inputs) > 1 else ("",)  # in errors
-        self._lasts: dict[NumericsPolicy | None, LastCalls[Result]] = {}
+        self._last_by_policy: dict[NumericsPolicy | None, LastCalls[Result]] = {}
         self.switch()
         self._communicators: dict[tuple[Group, torch.device], Communicator] = {}
         paths[adapter.operator] = self
         on_forget.extend((self._communicators.clear, self._forget))
 
     def switch(self) -> None:
-        """Let `last` belong to the policy in force."""
-        self.last = self._lasts.setdefault(policies[-1] if policies else None, LastCalls())
+        """Let `last_fast_calls` belong to the policy in force."""
+        self.last_fast_calls = self._last_by_policy.setdefault(policies[-1] if policies else None, LastCalls())
 
     def _forget(self) -> None:
-        for last in self._lasts.values():
+        for last in self._last_by_policy.values():
             last.clear()
 
     def call(
@@ -224,7 +225,7 @@ class CallPath(Generic[Result]):
         numerics: NumericsPolicy | None,
         max_sms: int | None,
     ) -> Result:
-        """Serve a call that `last` did not.
+        """Serve a call that no fast call served at once.
 
         Args:
             tensors: inputs, then outputs, as the caller gave them, whatever they are.
@@ -232,47 +233,41 @@ class CallPath(Generic[Result]):
             group, numerics, max_sms: as the caller gave them.
         """
         if is_dynamo_compiling():
-            return self.operate(tensors, options, group, numerics, max_sms)
+            return self.operate(CallArguments(tensors, options, group, numerics, max_sms))
         if group is None:
             group = world._default_pg
+        given = CallArguments(tensors, options, group, numerics, max_sms)
         if isinstance(group, dist.ProcessGroup) and goes_by_operator(tensors):
-            return self.operate(tensors, options, group, numerics, max_sms)
-        return self.serve(tensors, options, group, numerics, max_sms)
+            return self.operate(given)
+        return self.serve(given)
 
-    def operate(
-        self,
-        tensors: Tensors,
-        options: tuple[Any, ...],
-        group: Group,
-        numerics: NumericsPolicy | None,
-        max_sms: int | None,
-    ) -> Result:
+    def operate(self, given: CallArguments) -> Result:
         """Serve a call by the operator: what is recorded or traced. Traced by Dynamo itself."""
-        adapter = self.adapter
-        inputs, outputs = tensors[: len(adapter.inputs)], tensors[len(adapter.inputs) :]
-        group_size, group_name = group_arguments(group)
-        policy = (numerics,) if adapter.reduces else ()
-        settings = (*options, group_size, group_name, *policy, max_sms)
+        adapter, options = self.adapter, given.options
+        inputs, outputs = given.tensors[: len(adapter.inputs)], given.tensors[len(adapter.inputs) :]
+        group_size, group_name = group_arguments(given.group)
+        policy = (given.numerics,) if adapter.reduces else ()
+        settings = (*options, group_size, group_name, *policy, given.max_sms)
         if all(output is None for output in outputs):
             made: Result = call_operator(adapter.operator, inputs, settings, adapter.refusal(inputs, options))
             return made
-        given = {
+        filled = {
             name: inputs[0].new_empty(shape, dtype=dtype) if output is None else output
             for name, output, (shape, dtype) in zip(
                 adapter.outputs, outputs, adapter.results(inputs, options, group_size), strict=True
             )
         }
         if is_dynamo_compiling():  # the operator checks its calls
-            check_differentiable(f"{adapter.operator} into a given tensor", (*inputs, *given.values()))
+            check_differentiable(f"{adapter.operator} into a given tensor", (*inputs, *filled.values()))
         if adapter.may_be_input and outputs[0] is inputs[0]:
             getattr(torch.ops.tunedcomm, f"{adapter.operator}_").default(*inputs, *settings)
         else:
-            getattr(torch.ops.tunedcomm, adapter.operator).out(*inputs, *settings, **given)
-        return _unpacked(tuple(given.values()))  # type: ignore[no-any-return]
+            getattr(torch.ops.tunedcomm, adapter.operator).out(*inputs, *settings, **filled)
+        return _unpacked(tuple(filled.values()))  # type: ignore[no-any-return]
 
     def on_error(self, error: BaseException, x: Any, group: Any) -> None:
         """Handle an exception that leaves the public function; see `leave`."""
-        if isinstance(group, list):  # a TypeError of `last`, which takes no list for a key
+        if isinstance(group, list):  # a TypeError of `last_fast_calls`, which takes no list for a key
             try:
                 get_communicator(group)  # type: ignore[arg-type]
             except TunedCommError as refused:
@@ -304,39 +299,29 @@ class CallPath(Generic[Result]):
         self._communicators[group, x.device] = found
         return found
 
-    def serve(
-        self,
-        tensors: Tensors,
-        options: tuple[Any, ...],
-        group: Group,
-        numerics: NumericsPolicy | None,
-        max_sms: int | None,
-    ) -> Result:
+    def serve(self, given: CallArguments) -> Result:
         """`call` for plain tensors, at once, on the tensors' device whichever is current."""
-        x = tensors[0]
+        x = given.tensors[0]
         if not isinstance(x, torch.Tensor):
             check_input(self.adapter.op, x, self._names[0])
         if x.is_cuda and x.get_device() != current_device():
             with torch.cuda.device(x.device):
-                return self.serve_here(tensors, options, group, numerics, max_sms)
-        return self.serve_here(tensors, options, group, numerics, max_sms)
+                return self.serve_on_device(given)
+        return self.serve_on_device(given)
 
-    def serve_here(
-        self,
-        tensors: Tensors,
-        options: tuple[Any, ...],
-        group: Group,
-        numerics: NumericsPolicy | None,
-        max_sms: int | None,
-    ) -> Result:
+    def serve_on_device(self, given: CallArguments) -> Result:
         """Try the fast calls of this kind, else check, plan and launch; the tensors' device is the current one."""
-        adapter, x = self.adapter, tensors[0]
+        adapter, (tensors, options, group, numerics, max_sms) = self.adapter, given
+        x = tensors[0]
         communicator = self.communicator(x, group)
         options = adapter.check_own(options, communicator)
         put_off = is_putting_off()
         if not put_off:
             communicator.queue.join()
-        lasts, policy = self.last, communicator.policy(numerics)  # in this order: another thread may switch policies
+        lasts, policy = (
+            self.last_fast_calls,
+            communicator.policy(numerics),
+        )  # in this order: another thread may switch policies
         present = tuple([tensor is not None for tensor in tensors]) if adapter.repeats else ()
         signature = CallSignature(options, present, self._aliases(tensors), numerics, max_sms, is_capturing(), policy)
         kind = None  # the key of fast calls: what makes two calls of an op alike for this group
@@ -363,7 +348,7 @@ class CallPath(Generic[Result]):
                     lasts[group] = made
         return _unpacked(results)  # type: ignore[no-any-return]
 
-    def repeat(
+    def serve_again(
         self,
         tensors: Tensors,
         options: tuple[Any, ...],
@@ -372,13 +357,13 @@ class CallPath(Generic[Result]):
         max_sms: int | None,
     ) -> Result:
         """`serve`, but by the group's last fast call if that takes the call."""
-        result = self.last[group](*tensors, *options, numerics, max_sms)
-        return self.serve(tensors, options, group, numerics, max_sms) if result is None else result
+        result = self.last_fast_calls[group](*tensors, *options, numerics, max_sms)
+        return self.serve(CallArguments(tensors, options, group, numerics, max_sms)) if result is None else result
 
     def run_problem(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
         """The public call that asks for `problem` on the default group, for benchmarks."""
         tensors, options = self.adapter.call_of(problem, inputs, outputs)
-        self.repeat(tensors, options, world._default_pg, None if self.adapter.reduces else "default", None)
+        self.serve_again(tensors, options, world._default_pg, None if self.adapter.reduces else "default", None)
 
     def planned(
         self,
@@ -435,12 +420,12 @@ class CallPath(Generic[Result]):
             self._check_outputs(communicator, inputs, outputs, wanted, signature.options)
         except UnsupportedInputError:  # which rests on this rank alone: it takes part, so that no peer waits for it
             with contextlib.suppress(TunedCommError):
-                self.run(communicator, values, _complete((None,) * len(outputs), wanted, device), signature)
+                self.fill_results(communicator, values, _complete((None,) * len(outputs), wanted, device), signature)
             raise
         results = _complete(outputs, wanted, device)
-        return results, self.run(communicator, values, tuple(map(detached, results)), signature)
+        return results, self.fill_results(communicator, values, tuple(map(detached, results)), signature)
 
-    def run(
+    def fill_results(
         self, communicator: Communicator, inputs: Tensors, targets: Tensors, signature: CallSignature
     ) -> Plan | None:
         """Fill the results of a checked call; the plan, if a fast call may be made of it."""

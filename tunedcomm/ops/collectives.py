@@ -25,9 +25,8 @@ from tunedcomm.kernels.all_to_all.op import layout_of, row_numel
 from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.kernels.common.reference import WIDE
 from tunedcomm.ops import autograd
-from tunedcomm.ops.adapter import Group, OpAdapter, Results, Tensors, TorchCall, TorchServe, problem_of
-from tunedcomm.ops.call import CallPath
-from tunedcomm.ops.checks import (
+from tunedcomm.ops.adapter import CallArguments, Group, OpAdapter, Results, Tensors, TorchCall, TorchServe, problem_of
+from tunedcomm.ops.arguments import (
     FLOATS,
     INTEGERS,
     MOVED,
@@ -43,6 +42,7 @@ from tunedcomm.ops.checks import (
     refuse_async,
     refuse_wide,
 )
+from tunedcomm.ops.call import CallPath
 from tunedcomm.ops.fast_call import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -240,7 +240,7 @@ def all_reduce(
     """
     try:
         if not (async_op or out_dtype or wire is not None or is_dynamo_compiling()):
-            fast = _all_reduce.last[world._default_pg if group is None else group]
+            fast = _all_reduce.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(x, out, op, numerics, max_sms)) is not None:
                 return result
         refuse_async("all_reduce", async_op)
@@ -466,7 +466,9 @@ def all_gather_list(
         check_plain("all_gather_list", (*xs, *given))
         group = world._default_pg if group is None else group
         options = (tuple(x.nbytes for x in xs), dim)
-        results: Sequence[torch.Tensor] = _list_path(len(xs)).repeat((*xs, *given), options, group, "default", max_sms)
+        results: Sequence[torch.Tensor] = _list_path(len(xs)).serve_again(
+            (*xs, *given), options, group, "default", max_sms
+        )
         return list(results)
     except BaseException as error:
         _list_path(_SAMPLE_LENGTH).on_error(error, x, group)
@@ -534,7 +536,7 @@ def all_gather(
     """
     try:
         if not (async_op or wire is not None or is_dynamo_compiling()):
-            fast = _all_gather.last[world._default_pg if group is None else group]
+            fast = _all_gather.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(x, out, dim, "default", max_sms)) is not None:
                 return result
         refuse_async("all_gather", async_op)
@@ -628,7 +630,7 @@ def broadcast(
     try:
         root = _root_of(src, group) if group_src is None else group_src
         if not (async_op or is_dynamo_compiling()):
-            fast = _broadcast.last[world._default_pg if group is None else group]
+            fast = _broadcast.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(x, out, root, "default", max_sms)) is not None:
                 return result
         refuse_async("broadcast", async_op)
@@ -766,7 +768,7 @@ def reduce_scatter(
     """
     try:
         if not (async_op or out_dtype or wire is not None or is_dynamo_compiling()):
-            fast = _reduce_scatter.last[world._default_pg if group is None else group]
+            fast = _reduce_scatter.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(x, out, op, dim, numerics, max_sms)) is not None:
                 return result
         refuse_async("reduce_scatter", async_op)
@@ -845,7 +847,7 @@ def all_to_all(
     """
     try:
         if not (async_op or is_dynamo_compiling()):
-            fast = _all_to_all.last[world._default_pg if group is None else group]
+            fast = _all_to_all.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(x, out, "default", max_sms)) is not None:
                 return result
         refuse_async("all_to_all", async_op)
@@ -1018,7 +1020,8 @@ def all_to_all_v(
         check_input(op, x)
         check_limit("max_count", max_count, "rows")
         group = world._default_pg if group is None else group
-        return _all_to_all_v.serve((x, out), (send_counts, recv_counts, max_count), group, "default", max_sms)
+        options = (send_counts, recv_counts, max_count)
+        return _all_to_all_v.serve(CallArguments((x, out), options, group, "default", max_sms))
     except BaseException as error:
         _all_to_all_v.on_error(error, x, group)
         raise
@@ -1085,7 +1088,7 @@ def all_reduce_bias(
     """
     try:
         if not is_dynamo_compiling():
-            fast = _all_reduce_bias.last[world._default_pg if group is None else group]
+            fast = _all_reduce_bias.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(x, bias, out, numerics, max_sms)) is not None:
                 return result
         return _all_reduce_bias.call((x, bias, out), (), group, numerics, max_sms)

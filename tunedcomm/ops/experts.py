@@ -39,9 +39,9 @@ from tunedcomm.kernels.moe.op import (
     unfit,
 )
 from tunedcomm.ops import autograd
-from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.adapter import CallArguments, CallSignature, Group, OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.arguments import FLOATS, check_dtype, check_wire, is_traced
 from tunedcomm.ops.call import CallPath, paths
-from tunedcomm.ops.checks import FLOATS, check_dtype, check_wire, is_traced
 from tunedcomm.ops.collectives import all_gather
 from tunedcomm.ops.fast_call import is_capturing, raw_stream, world
 from tunedcomm.ops.symmetric import symmetric_empty
@@ -527,7 +527,9 @@ class _DispatchByToken(OpAdapter):
 class _DispatchPath(CallPath[Any]):
     """Calls where gradients are recorded leave zeros where no token is, and one rank alone needs no kernel."""
 
-    def run(self, communicator: Any, inputs: Tensors, targets: Tensors, signature: CallSignature) -> Plan | None:
+    def fill_results(
+        self, communicator: Any, inputs: Tensors, targets: Tensors, signature: CallSignature
+    ) -> Plan | None:
         adapter: Any = self.adapter
         options = adapter.named(*signature.options)
         if options.zeros:
@@ -540,7 +542,7 @@ class _DispatchPath(CallPath[Any]):
                 target.copy_(result)
             Overflow.of(communicator.group, communicator.device).note(code, capacity, communicator)
             return None
-        plan = super().run(communicator, inputs, targets, signature)
+        plan = super().fill_results(communicator, inputs, targets, signature)
         return None if options.zeros else plan
 
     def _plan(
@@ -606,20 +608,18 @@ class _GuardedPath(CallPath[torch.Tensor]):
         self.whole: CallPath[torch.Tensor] = CallPath(adapter)  # of results that have them all
         super().__init__(adapter)
 
-    def serve_here(
-        self, tensors: Tensors, options: Any, group: Group, numerics: NumericsPolicy | None, max_sms: int | None
-    ) -> torch.Tensor:
-        results, weights, ids, rows, out = tensors
+    def serve_on_device(self, given: CallArguments) -> torch.Tensor:
+        results, weights, ids, rows, out = given.tensors
         num_rows = math.prod(results.shape[:-1])
         if rows.is_cuda:  # nobody waits for the GPU
             late = rows >= num_rows
             if not is_capturing():
-                communicator = self.communicator(results, group)
+                communicator = self.communicator(results, given.group)
                 Overflow.of(communicator.group, communicator.device).note(late.sum(), num_rows, communicator)
             rows = rows.masked_fill(late, NO_ROOM)
         elif rows.numel() and (needed := int(rows.max()) + 1) > num_rows:
-            self.refuse(tensors, options, group, numerics, needed)
-        return self.whole.serve_here((results, weights, ids, rows, out), options, group, numerics, max_sms)
+            self.refuse(given.tensors, given.options, given.group, given.numerics, needed)
+        return self.whole.serve_on_device(given._replace(tensors=(results, weights, ids, rows, out)))
 
     def run_problem(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
         self.whole.run_problem(problem, inputs, outputs)

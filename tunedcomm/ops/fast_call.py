@@ -59,7 +59,7 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops.adapter import CallSignature, Group, OpAdapter, Tensors
-from tunedcomm.ops.checks import num_modes
+from tunedcomm.ops.arguments import num_modes
 from tunedcomm.symm.buffer import with_huge_pages
 
 # (inputs…, outputs…, options…, numerics, max_sms) to the result, or None where the call differs from the one before.

@@ -24,9 +24,8 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.errors import TunedCommError, UnsupportedInputError
 from tunedcomm.kernels.gemm.op import GemmLayout, gemm_layout, layout_name, operands_of, product
 from tunedcomm.ops import autograd
-from tunedcomm.ops.adapter import CallSignature, Formula, Group, OpAdapter, Results, Tensors, problem_of
-from tunedcomm.ops.call import CallPath, call_operator, group_arguments
-from tunedcomm.ops.checks import (
+from tunedcomm.ops.adapter import CallArguments, CallSignature, Formula, Group, OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.arguments import (
     FLOATS,
     check_differentiable,
     check_fits,
@@ -35,6 +34,7 @@ from tunedcomm.ops.checks import (
     is_nk,
     reduction_name,
 )
+from tunedcomm.ops.call import CallPath, call_operator, group_arguments
 from tunedcomm.ops.collectives import all_gather
 from tunedcomm.ops.fast_call import world
 from tunedcomm.spec import NumericsPolicy, Problem
@@ -264,7 +264,7 @@ def ag_gemm_gathered(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product and the gathered a; tensors are a, b, the scales and the outputs."""
     if not is_dynamo_compiling():
-        fast = _gathered.last[world._default_pg if group is None else group]
+        fast = _gathered.last_fast_calls[world._default_pg if group is None else group]
         if (results := fast(*tensors, out_dtype, numerics, max_sms)) is not None:
             return results
     return _gathered.call(tensors, (out_dtype,), group, numerics, max_sms)
@@ -326,7 +326,9 @@ class _ListPath(CallPath[tuple[torch.Tensor, ...]]):
 
     adapter: _AgGemmList
 
-    def run(self, communicator: Communicator, inputs: Tensors, targets: Tensors, signature: CallSignature) -> None:
+    def fill_results(
+        self, communicator: Communicator, inputs: Tensors, targets: Tensors, signature: CallSignature
+    ) -> None:
         each, (*outs, gathered) = self.adapter.each(inputs), targets
         widest = self.adapter.widest(inputs)
         _, _, scale_a, scale_b = each[widest]
@@ -393,7 +395,7 @@ def _ag_gemm_list(
         group = world._default_pg if group is None else group
         if not (isinstance(group, dist.ProcessGroup) and goes_by_operator(tensors)):
             path = list_path(len(several))
-            *made, gathered = path.serve(tensors, (out_dtype,), group, numerics, max_sms)
+            *made, gathered = path.serve(CallArguments(tensors, (out_dtype,), group, numerics, max_sms))
             return made, gathered
     refusal = _ag_gemm.adapter.refusal((a,), None) if outs is None else "ag_gemm into a given tensor"
     if refusal:
@@ -460,7 +462,7 @@ def ag_gemm(
             both = (a_shard, b, scale_a, scale_b, out, None)
             return ag_gemm_gathered(both, out_dtype, group, numerics, max_sms)
         if not is_dynamo_compiling():
-            fast = _ag_gemm.last[world._default_pg if group is None else group]
+            fast = _ag_gemm.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(a_shard, b, scale_a, scale_b, out, out_dtype, numerics, max_sms)) is not None:
                 return result
         return _ag_gemm.call((a_shard, b, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
@@ -534,7 +536,7 @@ def gemm_rs(
     """
     try:
         if not is_dynamo_compiling():
-            fast = _gemm_rs.last[world._default_pg if group is None else group]
+            fast = _gemm_rs.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(a, b, scale_a, scale_b, out, out_dtype, op, numerics, max_sms)) is not None:
                 return result
         return _gemm_rs.call((a, b, scale_a, scale_b, out), (out_dtype, reduction_name(op)), group, numerics, max_sms)
@@ -594,7 +596,7 @@ def gemm_ar(
     """
     try:
         if not is_dynamo_compiling():
-            fast = _gemm_ar.last[world._default_pg if group is None else group]
+            fast = _gemm_ar.last_fast_calls[world._default_pg if group is None else group]
             if (result := fast(a, b, bias, scale_a, scale_b, out, out_dtype, numerics, max_sms)) is not None:
                 return result
         return _gemm_ar.call((a, b, bias, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)

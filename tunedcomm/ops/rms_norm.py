@@ -22,13 +22,13 @@ from tunedcomm.kernels.all_reduce_rms_norm.op import (
 )
 from tunedcomm.ops import autograd
 from tunedcomm.ops.adapter import Formula, Group, OpAdapter, Results, Tensors, problem_of
-from tunedcomm.ops.call import CallPath
-from tunedcomm.ops.checks import (
+from tunedcomm.ops.arguments import (
     FLOATS,
     check_bias,
     check_dtype,
     check_extra,
 )
+from tunedcomm.ops.call import CallPath
 from tunedcomm.ops.fast_call import stride_of, world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -221,7 +221,7 @@ def rms_norm_quantized(
 ) -> tuple[torch.Tensor, ...]:
     """(y, residual_out, scales, norm) of a form that is not basic, as the operator has them."""
     if not is_dynamo_compiling():
-        fast = _quantized.last[world._default_pg if group is None else group]
+        fast = _quantized.last_fast_calls[world._default_pg if group is None else group]
         if (results := fast(*tensors, *options, numerics, max_sms)) is not None:
             return results
     return _quantized.call(tensors, options, group, numerics, max_sms)
@@ -364,7 +364,7 @@ def all_reduce_rms_norm(
                 return (*found, norm) if with_norm else found
             out_dtype = torch.float8_e4m3fn
         if not is_dynamo_compiling():
-            fast = _all_reduce_rms_norm.last[world._default_pg if group is None else group]
+            fast = _all_reduce_rms_norm.last_fast_calls[world._default_pg if group is None else group]
             if (
                 result := fast(x, weight, bias, residual, scale, out, residual_out, eps, out_dtype, numerics, max_sms)
             ) is not None:

@@ -13,7 +13,7 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import AgreementError, NotInitializedError, UnsupportedInputError, WorkspaceError
 from tunedcomm.kernels.all_gather.progress import AREA_BYTES, MAX_CHUNKS, Sender
-from tunedcomm.ops.checks import check_differentiable, check_input, check_plain
+from tunedcomm.ops.arguments import check_differentiable, check_input, check_plain
 from tunedcomm.ops.fast_call import is_capturing, is_usable, raw_stream
 from tunedcomm.spec import Mode, Problem
 from tunedcomm.symm.layout import LANES

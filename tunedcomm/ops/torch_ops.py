@@ -31,8 +31,8 @@ from torch.distributed import distributed_c10d
 from tunedcomm.errors import GroupError, TunedCommError, UnsupportedInputError
 from tunedcomm.ops import attention, autograd, by_counts, collectives, experts, gemm, rms_norm  # noqa: F401 - fills the table of paths
 from tunedcomm.ops.adapter import Results
+from tunedcomm.ops.arguments import check_differentiable, check_fits
 from tunedcomm.ops.call import CallPath, detached, leave, paths
-from tunedcomm.ops.checks import check_differentiable, check_fits
 
 NAMESPACE = "tunedcomm"
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ class Operator:
     def serve(self, inputs: Tensors, outputs: Tensors, trailing: OperatorArguments) -> Any:
         """The result of a call of plain tensors, or a tuple of several; outputs that are None are made."""
         group, tensors = _resolve(trailing), (*inputs, *outputs)
-        return self.path.repeat(tensors, trailing.options, group, trailing.numerics, trailing.max_sms)
+        return self.path.serve_again(tensors, trailing.options, group, trailing.numerics, trailing.max_sms)
 
     def results(self, inputs: Tensors, trailing: OperatorArguments) -> Results:
         """Shape and dtype of every output; refuses what the public function would."""

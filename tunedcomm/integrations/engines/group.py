@@ -134,8 +134,8 @@ class EngineGroup:
                 options, group = (tuple(sizes), sizes[self._rank], most), self._routed.group
                 if reduces:
                     policy = self._routed.policy(adapter)
-                    return [paths[op].repeat(each, options, group, policy, None) for each in tensors]
-                return [paths[op].repeat((*each, None), options, group, "default", None)[0] for each in tensors]
+                    return [paths[op].serve_again(each, options, group, policy, None) for each in tensors]
+                return [paths[op].serve_again((*each, None), options, group, "default", None)[0] for each in tensors]
         except BaseException as error:
             leave(error, call, x, self._routed.group)
             raise
