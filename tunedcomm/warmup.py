@@ -168,11 +168,11 @@ class Autotune:
         run_in_job(communicator, options, search, on_result=progress.show)
         progress.close()
         trials = [] if search is None else [trial for trial, _ in search.unstored]
-        graphs = {key: plan for key, plan in communicator.plans.items() if key[-1] and plan.problem in problems}
+        graphs = {key: plan for key, plan in communicator.plans.items() if key.capturing and plan.problem in problems}
         with tempfile.TemporaryDirectory() as folder:  # for a user database that cannot be written
             communicator.reload_snapshot(lambda: store(trials, f"{COMMAND}(budget_s={self._budget_s:g})", Path(folder)))
         for key, plan in graphs.items():  # now, since nothing can be bound in a capture
-            communicator.keep_plans(key[:-1], {True: plan_for(communicator, plan.problem, plan.policy, key[2])})
+            communicator.keep_plans(key[:-1], {True: plan_for(communicator, plan.problem, plan.policy, key.max_sms)})
         times = {(trial.problem, trial.candidate): trial.latency_p50_us for trial in trials}
         times, self.num_trials = communicator.exchange((times, progress.num_trials))[0]
         tuned = {problem for problem, _ in times}

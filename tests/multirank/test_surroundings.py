@@ -125,7 +125,7 @@ def test_what_graphs_replay_is_kept(rank: int) -> None:
         warm = {id(plan) for plan in communicator.plans.values()}
         assert not before & warm
         for key, plan in list(communicator.plans.items()):
-            communicator.plans[(*key[:-1], True)] = plan
+            communicator.plans[key._replace(capturing=True)] = plan
         communicator.forget_calls()
         with replaced(call_module, "is_capturing", lambda: True):
             call()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,15 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+class PlanKey(NamedTuple):
+    """The key of a kept plan; the problem is an eager one also where the plan is for captures."""
+
+    problem: Problem
+    policy: NumericsPolicy
+    max_sms: int | None
+    capturing: bool
+
+
 class Communicator:
     """One process group on one kind of device; collective over the group.
 
@@ -156,8 +165,10 @@ class Communicator:
         drop_at_exit(self, *_HOLD_GROUPS)
         limits = limits_for(self.environment, self.world_size, layout=self.layout)
         self.limits = self._make_memory(limits if for_kernels else replace(limits, symmetric=False))
-        self.plans: dict[Any, Any] = {}
-        self._bound: dict[Any, None] = {}  # keys of plans without the mode, in the order of binding
+        self.plans: dict[PlanKey, Any] = {}
+        self._bound: dict[
+            tuple[Problem, NumericsPolicy, int | None], None
+        ] = {}  # keys of plans without `capturing`, in the order of binding
         self._leaving: list[Any] = []  # plans that were dropped, until there are enough to ask the GPU about
         self.fast_calls: dict[Any, Any] = {}
         self._checked: dict[Any, int] = {}  # calls that TUNEDCOMM_CHECK counts
@@ -371,7 +382,7 @@ class Communicator:
         self.snapshot = self._agree_on_digest(lambda: snapshot)
         self.forget_plans()
 
-    def keep_plans(self, key: tuple[Any, ...], plans: Mapping[bool, Any]) -> None:
+    def keep_plans(self, key: tuple[Problem, NumericsPolicy, int | None], plans: Mapping[bool, Any]) -> None:
         """Keep the plans of a problem that was bound just now, and drop those of the one that was bound first.
 
         All ranks bind the same problems in the same order, so they drop the same ones: a captured call that finds no
@@ -387,13 +398,13 @@ class Communicator:
             self._drop_first()
         self._bound[key] = None
         for capturing, plan in plans.items():
-            self.plans[(*key, capturing)] = plan
+            self.plans[PlanKey(*key, capturing)] = plan
 
     def _drop_first(self) -> None:
         while self._bound:
             key = next(iter(self._bound))
             del self._bound[key]
-            keys = [(*key, capturing) for capturing in (False, True) if (*key, capturing) in self.plans]
+            keys = [each for each in (PlanKey(*key, False), PlanKey(*key, True)) if each in self.plans]
             if any(id(self.plans[each]) in self._captured for each in keys):
                 continue
             dropped = [self.plans.pop(each) for each in keys]
@@ -438,8 +449,8 @@ class Communicator:
 
     def forget_eager_plans(self) -> None:
         """Keep those for captures, for within one nothing can be bound."""
-        self._retire([plan for key, plan in self.plans.items() if not key[-1]])
-        self.plans = {key: plan for key, plan in self.plans.items() if key[-1]}
+        self._retire([plan for key, plan in self.plans.items() if not key.capturing])
+        self.plans = {key: plan for key, plan in self.plans.items() if key.capturing}
         self.forget_calls()
 
     def quarantine(self, candidate: Candidate, reason: str) -> None:

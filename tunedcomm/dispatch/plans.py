@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tunedcomm import kernels
 from tunedcomm.dispatch import first_use, misses
 from tunedcomm.dispatch.agreement import first_difference
-from tunedcomm.dispatch.communicator import Communicator, on_release
+from tunedcomm.dispatch.communicator import Communicator, PlanKey, on_release
 from tunedcomm.dispatch.dispatcher import (
     beside_ordered,
     check_limit,
@@ -202,7 +202,7 @@ def explain(
     policy = communicator.policy(policy)
     decide_now = _decider(communicator, problem, policy, max_sms)
     # A plan that is bound says what runs, also where the chosen candidate could not be bound.
-    bound = communicator.plans.get((replace(problem, mode="eager"), policy, max_sms, problem.mode == "graph"))
+    bound = communicator.plans.get(PlanKey(replace(problem, mode="eager"), policy, max_sms, problem.mode == "graph"))
     decision = decide_now() if bound is None else bound.decision
     decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
     decision = replace(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.agreement import policies
-from tunedcomm.dispatch.communicator import Communicator, current, on_drop, on_forget
+from tunedcomm.dispatch.communicator import Communicator, PlanKey, current, on_drop, on_forget
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy
 from tunedcomm.dispatch.groups import end_group, get_communicator
 from tunedcomm.dispatch.launches import is_putting_off, when_due
@@ -318,10 +318,8 @@ class CallPath(Generic[Result]):
         put_off = is_putting_off()
         if not put_off:
             communicator.queue.join()
-        lasts, policy = (
-            self.last_fast_calls,
-            communicator.policy(numerics),
-        )  # in this order: another thread may switch policies
+        lasts = self.last_fast_calls  # before the policy, for another thread may switch policies
+        policy = communicator.policy(numerics)
         present = tuple([tensor is not None for tensor in tensors]) if adapter.repeats else ()
         signature = CallSignature(options, present, self._aliases(tensors), numerics, max_sms, is_capturing(), policy)
         kind = None  # the key of fast calls: what makes two calls of an op alike for this group
@@ -556,7 +554,7 @@ class CallPath(Generic[Result]):
         problem = self._problem(communicator, inputs, signature.options, in_place=in_place, symmetric=symmetric)
         problem = adapter.under_policy(problem, signature.policy)
         key = (problem, signature.policy, signature.max_sms)
-        found: Plan | None = communicator.plans.get((*key, capturing))
+        found: Plan | None = communicator.plans.get(PlanKey(*key, capturing))
         if found is not None:
             return found, True
         if not adapter.is_bounded(signature.options):
