@@ -292,7 +292,7 @@ _GEMM_PEERS = {"cublas": "cuBLAS alone", "torch_fused": "PyTorch fused", "librar
 
 
 def measured(name: str, op: str, ranks: int, peers: dict[str, str], mode: str = "graph", step: int = 2) -> str:
-    """Medians in µs of the newest run of every `step`-th size; the ratio is that of the last peer's time to ours.
+    """Medians in µs of the newest run of every `step`-th size; the ratio is the last peer's time over ours.
 
     A peer that the newest run lacks is taken from the newest run that has it. `op` may be several, separated by spaces.
     """

@@ -73,8 +73,8 @@ FAULTS = [
     Fault(
         "dispatch",
         "others_failure_unheard",
-        "for rank, (_, text) in enumerate(theirs):\n        if text:",
-        "for rank, (_, text) in enumerate(theirs):\n        if not text and text:",
+        "for rank, (_, text) in enumerate(everyone):\n        if text:",
+        "for rank, (_, text) in enumerate(everyone):\n        if not text and text:",
     ),
     Fault("dispatch", "settings_not_compared", "not in other or first[name] != other[name]:", "not in other:"),
     Fault("dispatch", "forced_variant_unchecked", ":= check_candidate(problem, candidate, limits):", ":= None:"),

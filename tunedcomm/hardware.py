@@ -317,8 +317,8 @@ def put_together(environment: Environment, own: Sight | None, sights: Iterable[S
         return environment
     known = [sight for sight in sights if sight is not None]
     places = {place for sight in known for place in sight.fabrics}
-    mine = [sight.fabrics[own.own] for sight in known if own.own in sight.fabrics]
-    fabric = max(mine, key=lambda found: found.num_links)
+    fabrics = [sight.fabrics[own.own] for sight in known if own.own in sight.fabrics]
+    fabric = max(fabrics, key=lambda found: found.num_links)
     if fabric.kind == "nvlink":
         reached: dict[Place, frozenset[Place]] = {}
         for sight in known:

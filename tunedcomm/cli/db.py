@@ -407,8 +407,8 @@ def _stats_text(name: str, stats: DatabaseStats) -> Iterator[str | Table]:
     for group in stats.groups:
         there = group.environment
         software = f"torch {there.torch}, triton {there.triton}" + (f", driver {there.driver}" if there.driver else "")
-        asked = [Problem(group.op, (), group.dtype, group.world_size)]
-        titles.setdefault(title_of(f"{group.op} on {named(there)}, {software}", asked), []).append(group)
+        sample = [Problem(group.op, (), group.dtype, group.world_size)]
+        titles.setdefault(title_of(f"{group.op} on {named(there)}, {software}", sample), []).append(group)
     for title, groups in titles.items():
         yield Table.of(_STATS_COLUMNS, groups, title)
     if unknown := sum(group.unknown for group in stats.groups):

@@ -474,7 +474,7 @@ def _tuned_calls(op: str) -> str:
 
     machine, layers = environment_here(), read_layers(None)
     sizes = read_each(layers, lambda database: {problem.world_size for problem in database.problems()}, is_quiet=True)
-    told = []
+    parts = []
     for num_ranks in sorted(set().union(*(found for _, found in sizes))):
         snapshot = load_snapshot(machine, num_ranks, layers=layers)
         problems = {row.problem for row in snapshot.rows if row.problem.op == op}
@@ -482,10 +482,10 @@ def _tuned_calls(op: str) -> str:
         served = [decision for decision in decisions if decision.candidate.variant != "library"]
         if problems:
             named = ", ".join(sorted({decision.layer for decision in served if decision.layer}))
-            told.append(
+            parts.append(
                 f"{num_ranks} ranks: {len(served)} of {len(problems)} measured problems" + f" ({named})" * bool(named)
             )
-    return "; ".join(told)
+    return "; ".join(parts)
 
 
 CHECKS: tuple[Callable[[], Iterator[Line]], ...] = (

@@ -169,7 +169,7 @@ def code_of(arguments: list[str] | None) -> int:
             return 2
         verb = "tunedcomm" if context is None else context.command_path
         end = "" if said.endswith((".", "?")) else ";"
-        note(f"tunedcomm: UsageError: {said}{end} `{verb} --help` lists what it takes")
+        note(f"tunedcomm: UsageError: {said}{end} `{verb} --help` lists its options")
         return 2
     except errors.TunedCommError as error:
         note(f"tunedcomm: {type(error).__name__}: {error}")

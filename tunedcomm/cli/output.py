@@ -219,8 +219,8 @@ def _blocks(names: Sequence[str], rows: Iterable[Sequence[str]], title: str, wid
     if title:
         yield filled(title, width, 2)
     indent = max(map(len, names)) + 4
-    for number, row in enumerate(rows):
-        if number:
+    for index, row in enumerate(rows):
+        if index:
             yield ""
         for name, cell in zip(names, row, strict=True):
             yield filled(f"  {name:<{indent - 2}}{cell}".rstrip(), width, indent)

@@ -74,8 +74,8 @@ class AgreedSettings:
         """The values to compare, one for each variable and source."""
         values = asdict(self)
         sources, _ = values.pop("sources"), values.pop("nvtx")
-        here = {"tunedcomm.numerics": policies[-1]} if policies else {}
-        return {**values, **here, **{f"source hash of {name}": text for name, text in sources.items()}}
+        block = {"tunedcomm.numerics": policies[-1]} if policies else {}
+        return {**values, **block, **{f"source hash of {name}": text for name, text in sources.items()}}
 
 
 def on_every_rank(group: dist.ProcessGroup, what: str, make: Callable[[], T]) -> list[T]:
@@ -85,12 +85,12 @@ def on_every_rank(group: dist.ProcessGroup, what: str, make: Callable[[], T]) ->
         Exception: what the caller's own `make` raised, once the other ranks know: they would wait for it.
         AgreementError: another rank's `make` raised.
     """
-    mine, failure = None, None
+    made, failure = None, None
     try:
-        mine = make()
+        made = make()
     except Exception as error:  # noqa: BLE001 - raised below
         failure = error
-    theirs = exchange(group, (mine, failure and f"{type(failure).__name__}: {failure}"))
+    everyone = exchange(group, (made, failure and f"{type(failure).__name__}: {failure}"))
     if failure is not None:
         with contextlib.suppress(AttributeError):
             failure.ends_group = False  # type: ignore[attr-defined]  # every rank raises
@@ -100,10 +100,10 @@ def on_every_rank(group: dist.ProcessGroup, what: str, make: Callable[[], T]) ->
             # A frame that holds its own exception is a cycle: it would keep the group alive to the very end of the
             # interpreter, which gloo's threads then abort.
             failure = None
-    for rank, (_, text) in enumerate(theirs):
+    for rank, (_, text) in enumerate(everyone):
         if text:
             raise AgreementError(f"rank {rank} of the group could not {what}: {text}")
-    return [value for value, _ in theirs]
+    return [value for value, _ in everyone]
 
 
 def agree(group: dist.ProcessGroup, what: str, make: Callable[[], T], fields_of: Callable[[T], Mapping[str, Any]]) -> T:
@@ -119,8 +119,8 @@ def agree(group: dist.ProcessGroup, what: str, make: Callable[[], T], fields_of:
         made.append(make())
         return fields_of(made[0])
 
-    theirs = on_every_rank(group, f"find out its {what}", make_fields)
-    if difference := first_difference(theirs):
+    everyone = on_every_rank(group, f"find out its {what}", make_fields)
+    if difference := first_difference(everyone):
         raise AgreementError(
             f"the ranks of the group differ in {what}: {difference}; set the same TUNEDCOMM_* variables and install "
             "the same version and packages on every rank"
@@ -134,8 +134,8 @@ def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
     for rank, other in enumerate(everyone):
         for name in sorted({*other, *first}):
             if name not in first or name not in other or first[name] != other[name]:
-                here, there = (repr(values[name]) if name in values else "not there" for values in (first, other))
-                return f"{name} is {here} on rank 0 and {there} on rank {rank}"
+                one, two = (repr(values[name]) if name in values else "not there" for values in (first, other))
+                return f"{name} is {one} on rank 0 and {two} on rank {rank}"
     return ""
 
 

@@ -282,11 +282,11 @@ class Communicator:
         sights: list[Sight | None] = [None] * self.world_size
         if index is not None:
             sights = on_every_rank(self.group, "look at its machine", lambda: sight(index))
-        here = [seen for seen, node in zip(sights, self.nodes, strict=True) if node == self.nodes[self.rank]]
+        beside = [seen for seen, node in zip(sights, self.nodes, strict=True) if node == self.nodes[self.rank]]
         return agree(
             self.group,
             "hardware",
-            lambda: put_together(detect(index, nodes=len(set(self.nodes))), sights[self.rank], here),
+            lambda: put_together(detect(index, nodes=len(set(self.nodes))), sights[self.rank], beside),
             lambda found: dict(zip(HARD_FIELDS, found.hard_key, strict=True)),
         )
 
@@ -345,8 +345,8 @@ class Communicator:
                 found = load_snapshot(self.environment, self.world_size, layers=layers, borrow=borrow)
             return with_checks(found), layer_fingerprints()
 
-        theirs = on_every_rank(self.group, "load the tuning databases", load)
-        seen = [each for _, each in theirs]
+        loaded = on_every_rank(self.group, "load the tuning databases", load)
+        seen = [each for _, each in loaded]
         if differences(seen):  # rank 0 may have made a file after the others had looked
             seen = exchange(self.group, layer_fingerprints())
         if self.rank == 0 and (found := differences(seen)):
@@ -354,7 +354,7 @@ class Communicator:
                 f"the ranks of a group see different tuning databases: {'; '.join(found)}. All of them dispatch from "
                 "what rank 0 has; if that is not meant, set the same TUNEDCOMM_DB and TUNEDCOMM_DB_PATH everywhere"
             )
-        snapshot = theirs[0][0]
+        snapshot = loaded[0][0]
         assert snapshot is not None  # every rank's is there, or `on_every_rank` has raised
         return self._agree_on_digest(lambda: snapshot)
 
@@ -383,7 +383,7 @@ class Communicator:
         self.forget_plans()
 
     def keep_plans(self, key: tuple[Problem, NumericsPolicy, int | None], plans: Mapping[bool, Any]) -> None:
-        """Keep the plans of a problem that was bound just now, and drop those of the one that was bound first.
+        """Keep the plans of a problem that was bound just now, and drop the plans of the problem bound first.
 
         All ranks bind the same problems in the same order, so they drop the same ones: a captured call that finds no
         plan goes to the library, which must not happen on one rank alone. So a use does not count, for calls of a rank
@@ -436,8 +436,8 @@ class Communicator:
         """The number of this call of `what`, from 1 on; the same on every rank, whichever plans it has kept."""
         if what not in self._checked and len(self._checked) >= MAX_COUNTED:
             del self._checked[next(iter(self._checked))]
-        self._checked[what] = number = self._checked.get(what, 0) + 1
-        return number
+        self._checked[what] = count = self._checked.get(what, 0) + 1
+        return count
 
     def forget_plans(self) -> None:
         """Choose anew from the next calls on."""
@@ -629,8 +629,8 @@ class Communicator:
         by_library = self.bind(plain, Candidate.of(problem.op, "library", {}), for_calls=True)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            number = self.count_checked((problem, policy))
-            if number % every:
+            count = self.count_checked((problem, policy))
+            if count % every:
                 launch(inputs, outputs, stream)
                 return
             copies, expected = fresh_copies(inputs, outputs)
@@ -641,7 +641,7 @@ class Communicator:
                 faults = self.exchange_faults(fault_of(problem, outputs, expected, size))
             if not faults:
                 return
-            reason = f"call {number} of {problem} gave another result than the library ({'; '.join(faults)})"
+            reason = f"call {count} of {problem} gave another result than the library ({'; '.join(faults)})"
             self.quarantine(candidate, f"{reason}; it is not used in this group any more (TUNEDCOMM_CHECK)")
             said = f"{candidate} is wrong: {reason}. The group runs the library in its place from here on"
             if not falls_back or not admits_library(policy, problem.op):

@@ -61,7 +61,7 @@ def fault_of(
     spec = get_op(problem.op)
     tolerance = spec.tolerance_of(problem)
     outputs, expected = (spec.mask_unspecified(problem, (), tensors)[1] for tensors in (outputs, expected))
-    for number, (output, due) in enumerate(zip(outputs, expected, strict=True)):
+    for index, (output, due) in enumerate(zip(outputs, expected, strict=True)):
         if tolerance and output.is_floating_point():
             wide = torch.float32 if output.element_size() <= _SIXTEEN_BITS else torch.float64
             finite = due.to(wide).isfinite()
@@ -72,9 +72,9 @@ def fault_of(
             got, wanted = output.to(wide)[finite], due.to(wide)[finite]
             error, scale = _norm(got - wanted), max(_norm(wanted), size)
             if not got.isfinite().all() or error > _ALLOWED * tolerance * scale:
-                return f"output {number} is off by {error / scale if scale else error:.3g} of its norm"
+                return f"output {index} is off by {error / scale if scale else error:.3g} of its norm"
         else:
             differs = output.reshape(-1).view(torch.uint8) != due.reshape(-1).view(torch.uint8)
             if count := int(differs.view(-1, output.element_size()).any(1).sum()):
-                return f"output {number} differs in {count} of {output.numel()} elements"
+                return f"output {index} differs in {count} of {output.numel()} elements"
     return ""

@@ -155,8 +155,8 @@ def end_group(group: dist.ProcessGroup, kind: str, what: str, error: BaseExcepti
 def _end(key: tuple[dist.ProcessGroup, str], what: str, error: BaseException, found: Communicator | None) -> None:
     """End a group that has a communicator, or part of one that was being made, or none."""
     if key not in _communicators:
-        told = isinstance(error, PeerTimeoutError)
-        _ended[key] = str(error) if told else f"rank {dist.get_rank(key[0])} {left_by(what, error)}"
+        is_timeout = isinstance(error, PeerTimeoutError)
+        _ended[key] = str(error) if is_timeout else f"rank {dist.get_rank(key[0])} {left_by(what, error)}"
         leave(key[0], error)
     if found is not None:
         found.abandon(what, error)

@@ -14,8 +14,8 @@ graphs and eager calls of the group take turns in the order in which the host la
 every rank: the graph waits for the event that every eager call records, and eager calls wait for the graph's event.
 
 **NaN check** (TUNEDCOMM_NAN_CHECK). Eager calls count NaN on their stream, wait for the count and raise before the
-collective is launched. In a capture nothing can be waited for: the count is captured too, every replay adds what it
-finds to a sum that it copies to pinned host memory, and the group's next call raises.
+collective is launched. In a capture nothing can be waited for: the count is captured too, every replay adds its
+count to a sum that it copies to pinned host memory, and the group's next call raises.
 """
 
 from __future__ import annotations

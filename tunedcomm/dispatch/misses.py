@@ -72,8 +72,8 @@ def counter(
         return found
     known = noted.get(problem)
     if source in MISSES and found is None:  # counted for the note alone
-        mine = None if known is None else known.counter
-        found = mine or Counter(Path(os.devnull), communicator.environment.hard_key, problem, source)
+        earlier = None if known is None else known.counter
+        found = earlier or Counter(Path(os.devnull), communicator.environment.hard_key, problem, source)
     policy = policy if known is None else widest([known.policy, policy])
     if known is None or known.counter is not found:
         known = noted[problem] = Note(found, 0 if found is None else found.count, policy)

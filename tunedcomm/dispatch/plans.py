@@ -297,8 +297,8 @@ def check_agreement(group: dist.ProcessGroup | None = None, *, device: torch.dev
     kinds: dict[str, Mapping[str, Any]] = {
         "snapshot": {"digest": snapshot}, "setting": agreed, "tunedcomm.force": forced, "plan": plans
     }  # fmt: skip
-    mine = {f"{kind} {name}": value for kind, values in kinds.items() for name, value in values.items()}
-    if difference := first_difference(communicator.exchange(mine)):
+    found = {f"{kind} {name}": value for kind, values in kinds.items() for name, value in values.items()}
+    if difference := first_difference(communicator.exchange(found)):
         raise AgreementError(
             f"the ranks of the group do not agree: {difference}; make the same calls with the same options on every "
             "rank, and tunedcomm.release_communicators() on all of them to begin anew"

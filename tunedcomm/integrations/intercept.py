@@ -322,15 +322,15 @@ class RoutedGroup:
             by = "" if plan.candidate.variant == "library" else str(plan.candidate)
             why = veto(plan) if veto is not None else ""
             by = "" if why else by
-        place, told = (key, by), (self.group.group_name, call)
+        place, named = (key, by), (self.group.group_name, call)
         if place not in self.record and len(self.record) >= MAX_PROBLEMS:
             by = by.partition("(")[0]
             place = ((call, op), by)
-            tell = partial(RoutedCall, *told, f"{op} of other sizes", by, f"beyond the first {MAX_PROBLEMS} problems")
+            tell = partial(RoutedCall, *named, f"{op} of other sizes", by, f"beyond the first {MAX_PROBLEMS} problems")
         elif plan is None or why:
-            tell = partial(RoutedCall, *told, problem, by, why)
+            tell = partial(RoutedCall, *named, problem, by, why)
         else:
-            tell = partial(_of_plan, *told, plan.problem, by, plan.decide)
+            tell = partial(_of_plan, *named, plan.problem, by, plan.decide)
         routing = Routing(bool(by), self.record.setdefault(place, _Record(tell)))
         if plan is not None:
             missed = not by and plan.source in MISSES
@@ -832,16 +832,16 @@ class Interception:
     @property
     def num_served(self) -> int:
         """Calls that kernels served."""
-        return sum(count for told, count in self.calls().items() if told.served_by)
+        return sum(count for kind, count in self.calls().items() if kind.served_by)
 
     @property
     def num_passed_on(self) -> int:
         """Calls that went to the library."""
-        return sum(count for told, count in self.calls().items() if not told.served_by)
+        return sum(count for kind, count in self.calls().items() if not kind.served_by)
 
     def __str__(self) -> str:
         wrapped = textwrap.TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        return "\n".join(wrapped.fill(f"{count} x {told}") for told, count in self.calls().items()) or "no calls"
+        return "\n".join(wrapped.fill(f"{count} x {kind}") for kind, count in self.calls().items()) or "no calls"
 
 
 def _register() -> None:
@@ -887,13 +887,13 @@ def _enter(
     with _lock:
         for gone in [group for group in _by_group if group not in distributed_c10d._world.pg_names]:
             del _by_group[gone]
-        asked = (max_count, numerics, symm_mem)
+        wanted = (max_count, numerics, symm_mem)
         held = []
         for each in communicators:
             routed = _by_group.get(each.group) or RoutedGroup(
                 each.group, each.device, max_count, numerics, symm_mem=symm_mem
             )
-            if (routed.max_count, routed.numerics, routed.symm_mem) != asked:
+            if (routed.max_count, routed.numerics, routed.symm_mem) != wanted:
                 raise UnsupportedInputError(
                     f"the group is intercepted with max_count={routed.max_count}, numerics={routed.numerics!r} and "
                     f"symm_mem={routed.symm_mem} already; pass the same"
@@ -957,8 +957,8 @@ def intercept(
     Raises:
         NotInitializedError: no default process group.
         GroupError: not a member of a group, or it has no backend for this device.
-        UnsupportedInputError: `max_count` is no number of rows, `numerics` no policy, or one of the arguments is not
-            that of a block around this.
+        UnsupportedInputError: `max_count` is no number of rows, `numerics` no policy, or an argument differs from
+            a block around this one.
         UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.14 are).
 
     Results equal the library's within the tolerance of the variants: `ordered` ones sum in fp32 in rank order.

@@ -18,7 +18,7 @@ to the operands' dtype where the result has another.
 
 The gradient of an `ep_dispatch` is an `ep_combine` with weights of 1, and the other way round. In the layout `tokens`
 neither has weights; those that travel along go to all ranks, so their gradient is a reduce_scatter. The gradient of
-`ep_combine_rank` is computed where the experts are, to which a token's gradient goes once; so is that of weights.
+`ep_combine_rank` is computed where the experts are, to which a token's gradient goes once; so is the weights'.
 """
 
 from __future__ import annotations

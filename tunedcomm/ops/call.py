@@ -465,14 +465,14 @@ class CallPath(Generic[Result]):
     ) -> None:
         """Refuse outputs that cannot hold the results, with the way out."""
         adapter, x = self.adapter, inputs[0]
-        for number, (name, output) in enumerate(zip(adapter.outputs, outputs, strict=True)):
+        for index, (name, output) in enumerate(zip(adapter.outputs, outputs, strict=True)):
             if output is None:
                 continue
-            shape, dtype = wanted[number]
+            shape, dtype = wanted[index]
             alias = adapter.aliases.get(name)
             check_fits(x, output, shape, dtype, name=name, input_name=adapter.inputs[0])
-            names = (*adapter.inputs, *adapter.outputs[:number])
-            for other_name, other in zip(names, (*inputs, *outputs[:number]), strict=True):
+            names = (*adapter.inputs, *adapter.outputs[:index])
+            for other_name, other in zip(names, (*inputs, *outputs[:index]), strict=True):
                 held = other is x and adapter.may_hold_input(inputs, options, output, communicator.rank)
                 if other is not None and not (held and not communicator.is_symmetric(x)):
                     check_apart(other, output, may_be_other=alias == other_name, name=name, other_name=other_name)

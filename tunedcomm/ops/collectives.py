@@ -754,7 +754,7 @@ def reduce_scatter(
         out_dtype: as in `all_reduce`: `torch.float32` gives the fp32 sums of bf16 or fp16, as gradients want them.
         wire: as in `all_reduce`; groups of 128 begin with each chunk.
         numerics: as in `all_reduce`. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not
-            depend on tuning and are those of the same part of an ordered `all_reduce`.
+            depend on tuning and equal the same part of an ordered `all_reduce`.
         max_sms: as in `all_reduce`.
         async_op: as in `all_reduce`.
 

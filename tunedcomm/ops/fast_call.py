@@ -127,10 +127,10 @@ def is_usable(tensor: torch.Tensor) -> bool:
 
 def stride_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
-    strides, step = [], 1
+    strides, stride = [], 1
     for extent in reversed(shape):
-        strides.append(step)
-        step *= max(extent, 1)
+        strides.append(stride)
+        stride *= max(extent, 1)
     return tuple(reversed(strides))
 
 

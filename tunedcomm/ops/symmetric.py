@@ -83,8 +83,8 @@ def reserve(nbytes: int, *, group: dist.ProcessGroup | None = None) -> None:
     communicator = get_communicator(group)
     _refuse_capture(communicator.device)
     with communicator.whole("reserve"):
-        if len(set(asked := communicator.exchange(nbytes))) > 1:
-            raise AgreementError(f"the ranks reserve different numbers of bytes, by rank: {asked}")
+        if len(set(sizes := communicator.exchange(nbytes))) > 1:
+            raise AgreementError(f"the ranks reserve different numbers of bytes, by rank: {sizes}")
         if communicator.workspace is not None:
             communicator.workspace.reserve(nbytes)
 

@@ -191,8 +191,8 @@ def send_descriptors(
         with contextlib.ExitStack() as sockets:
             endpoint = _listen(sockets, named=named) if any(peer == rank for _, peer in lacking) else None
             offers = exchange(group, endpoint and endpoint[1])
-            mine = [peer for sender, peer in lacking if sender == rank and offers[peer]]
-            reached = [p for p in mine if _send(own, offers[p][0], offers[p][1] + bytes([rank]))]
+            peers = [peer for sender, peer in lacking if sender == rank and offers[peer]]
+            reached = [p for p in peers if _send(own, offers[p][0], offers[p][1] + bytes([rank]))]
             sent = exchange(group, reached)
             due = [sender for sender in senders if rank in sent[sender]]
             if endpoint is not None and due:

@@ -344,8 +344,8 @@ class MappedMemory:
         if failed := by_reason([text for _, text in everyone]):
             raise WorkspaceError(f"{nbytes} bytes cannot be shared ({failed})")
         if len({size for size, _ in everyone}) > 1:
-            asked = ", ".join(str(size) for size, _ in everyone)
-            raise WorkspaceError(f"the ranks asked for {asked} bytes: the size must be the same on every rank")
+            sizes = ", ".join(str(size) for size, _ in everyone)
+            raise WorkspaceError(f"the ranks asked for {sizes} bytes: the size must be the same on every rank")
         self.nbytes = nbytes
         self.addresses = tuple(address for address, _ in reserved)
 
@@ -393,8 +393,8 @@ class MappedMemory:
                     driver.finish(functools.partial(fill, piece, start) if fill else piece.zero_)
 
             def take(everyone: Sequence[Sequence[int | bytes]]) -> None:
-                for rank, theirs in enumerate(everyone):
-                    for (start, stop), shared in zip(missing, theirs, strict=True):
+                for rank, pieces in enumerate(everyone):
+                    for (start, stop), shared in zip(missing, pieces, strict=True):
                         if rank != self.rank:
                             handle = driver.take(shared)
                             with _released(driver, handle):

@@ -277,10 +277,10 @@ def report() -> str:
     Replays of graphs are not counted, only the calls that were captured. It comes from the worker of global rank 0 when
     the engine has destroyed its groups, or at the end of the process.
     """
-    told = [*_closed, *(group._told() for group in list(_open))]
+    reports = [*_closed, *(group._told() for group in list(_open))]
     _closed.clear()
-    counts = sum((found for _, found in told), Counter[tuple[str, str, bool]]())
-    logger = next((logger for logger, _ in told if logger is not None), None)
+    counts = sum((found for _, found in reports), Counter[tuple[str, str, bool]]())
+    logger = next((logger for logger, _ in reports if logger is not None), None)
     if logger is None or not counts:
         return ""
     text = f"tunedcomm served of the engine's calls: {shares_of(counts)}"
@@ -321,8 +321,8 @@ _libraries: dict[str, Any] = {}
 def serve_operator(name: str, serve: Serve) -> None:
     """Ask `serve` before an operator of the engine runs, which may be defined later.
 
-    Our kernel stands at the dispatch key right above the devices', as those of `tunedcomm.intercept` do, so compiled
-    code comes to it, too, with real sizes.
+    Our kernel stands at the dispatch key right above the devices', as the kernels of `tunedcomm.intercept` do, so
+    compiled code comes to it, too, with real sizes.
 
     Args:
         name: e.g. `vllm::fused_norm`.

@@ -193,7 +193,7 @@ def reduced_by(collective: Node) -> Reduce:
         raise LeftError(f"what {product.name} adds is no row")
     check_sizes(val(wait).shape)
     if val(given).dim() < 2 or val(given).shape[-1] != val(product).shape[-1]:
-        raise LeftError("the product's columns are not those of what is reduced")
+        raise LeftError("the product and the reduced tensor differ in columns")
     inside = {collective, *between}
     for node in (product, *between):
         if any(user not in inside for user in node.users):

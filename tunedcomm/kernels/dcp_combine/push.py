@@ -1,6 +1,6 @@
 """push: heads and LSEs through the peers' gather areas, ordered by flags, pieces overlapped; for more tokens.
 
-The ring, its flags and its proof are those of all_to_all's `push`: in round c a rank pushes piece c of every peer's
+The ring, its flags and its proof are as in all_to_all's `push`: in round c a rank pushes piece c of every peer's
 heads and merges piece c − 1 of its own. A gather area holds a slot of packets for each peer, then a slot of LSEs.
 
 Numerics: ordered. Graph-safe.

@@ -1,7 +1,7 @@
 """one_shot_fp32, push_fp32: `one_shot` and `push` whose results are fp32 sums of 16-bit floats, never rounded between.
 
 Half of the bytes of an fp32 reduce_scatter cross the links, and its sums have the same bits: the inputs are exact in
-fp32. Everything but the last step, which widens, sums in rank order and writes two packets for one, is that of the
+fp32. The last step widens, sums in rank order and writes two packets for one. Everything else is as in the
 variants named, with their invariants.
 
 Numerics: ordered. Graph-safe.

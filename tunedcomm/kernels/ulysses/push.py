@@ -1,6 +1,6 @@
 """push: shares through the peers' gather areas, ordered by flags, pieces overlapped; for any size.
 
-The ring, its flags and its proof are those of all_to_all's `push`. A gather area holds shares in their own order: the
+The ring, its flags and its proof are as in all_to_all's `push`. A gather area holds shares in their own order: the
 sender takes packets from where its input has them, the receiver puts them where its output wants them (`packet_at`).
 So both transposes happen on the way.
 

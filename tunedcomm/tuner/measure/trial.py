@@ -393,7 +393,7 @@ class TrialRunner:
             trouble, reason = Trouble.INFEASIBLE, str(error)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this candidate's outcome
             if is_out_of_memory(error):
-                trouble, reason = Trouble.INFEASIBLE, f"no memory is left for what it binds: {_sentence(error)}"
+                trouble, reason = Trouble.INFEASIBLE, f"no memory is left to bind it: {_sentence(error)}"
             else:
                 trouble, reason = Trouble.COMPILE_ERROR, _sentence(error)
         vote = self._gang.vote(trouble, reason, time.perf_counter() - begin, self._compiles.num_compiled - before)
@@ -530,8 +530,8 @@ class TrialRunner:
         _accept(self._gang.vote(trouble, reason))
         assert bound is not None
         other = self._make_run(tensors, bound, timed.calls, lead=timed.lead is not None)
-        here, there = self._rounds(tensors, [timed, other], rounds)
-        return there.p50_us / here.p50_us
+        usual, in_place_run = self._rounds(tensors, [timed, other], rounds)
+        return in_place_run.p50_us / usual.p50_us
 
     def _check_late(
         self, tensors: ProblemTensors, timed: TimedRun, launch: Launch, done: int, more: int, *, ordered: bool

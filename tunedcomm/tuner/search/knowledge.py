@@ -173,13 +173,13 @@ class Knowledge:
         again, so that it goes the same way.
         """
         message_bytes = get_op(problem.op).message_bytes
-        here = math.log2(message_bytes(problem) + 1)
+        size = math.log2(message_bytes(problem) + 1)
         near = [
             other
             for other in searched
             if other != problem and other.op == problem.op and self._challengers(other, "any")
         ]
-        near.sort(key=lambda o: (abs(math.log2(message_bytes(o) + 1) - here), o.family != problem.family, str(o)))
+        near.sort(key=lambda o: (abs(math.log2(message_bytes(o) + 1) - size), o.family != problem.family, str(o)))
         found: list[Candidate] = []
         for other in near[:3]:
             found += self.fastest(other, count)
@@ -188,7 +188,7 @@ class Knowledge:
         return self.feasible(problem, found)
 
     def feasible(self, problem: Problem, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Those of `candidates` that can run `problem` here, once each, in order."""
+        """The `candidates` that can run `problem` here, once each, in order."""
         unique = dict.fromkeys(replace(candidate, op=problem.op) for candidate in candidates)
         return [candidate for candidate in unique if check_candidate(problem, candidate, self.limits) is None]
 
