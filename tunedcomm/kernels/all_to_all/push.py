@@ -23,7 +23,7 @@ Source: own; the ring is `all_reduce`'s `two_shot`'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -31,14 +31,14 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_to_all.op import AllToAllVariant, row_alignment
-from tunedcomm.kernels.common.feasibility import Launch, packets_a_block
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.kernels.common.packets import load_bytes, packets_of, store_bytes
+from tunedcomm.kernels.common.packets import load_bytes, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant, Workspace
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import ITEMSIZE, Limits, Problem
+from tunedcomm.kernels.common.variant import PushRingVariant, Workspace
+from tunedcomm.space import Config, Value
+from tunedcomm.spec import ITEMSIZE, Problem
 from tunedcomm.symm.layout import rotate
 
 RING = tl.constexpr(4)
@@ -177,28 +177,11 @@ def push_counts_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-class Push(RingVariant, AllToAllVariant, registered=True):
+class Push(PushRingVariant, AllToAllVariant, registered=True):
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped; best at large sizes"
     kernels = (push_kernel,)
-    space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 64)})
-    trailing_arguments = ("gather", "num_chunks")
     ring = RING.value
-    max_rounds = 64
-    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
-
-    def slots(self, problem: Problem) -> int:
-        return problem.world_size - 1
-
-    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if packets_a_block(config) > 1024:
-            return "more than 1024 packets a block at once spill registers"
-        return self.refuse_ring(problem, config, limits)
-
-    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        packets = packets_of(problem.nbytes)
-        chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
-        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "num_chunks": chunks}
 
 
 def _places(counts: Sequence[int], width: int, rank: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:

@@ -418,6 +418,28 @@ class RingVariant(KernelVariant):
         return Room(**{area: nbytes for area in ("scatter", "gather") if area in self.trailing_arguments})
 
 
+class PushRingVariant(RingVariant):
+    """A ring to which every rank pushes its packets, in the gather area; it holds those of the peers alone."""
+
+    space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 64)})
+    trailing_arguments = ("gather", "num_chunks")
+    max_rounds = 64
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
+
+    def slots(self, problem: Problem) -> int:
+        return problem.world_size - 1
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if packets_a_block(config) > 1024:
+            return "more than 1024 packets a block at once spill registers"
+        return self.refuse_ring(problem, config, limits)
+
+    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        packets = self.work_packets(problem)
+        chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
+        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "num_chunks": chunks}
+
+
 class PullVariant(KernelVariant):
     """Every rank reads its peers' inputs, or the copies in their one-shot areas where inputs are plain.
 

@@ -9,8 +9,6 @@ Source: own; the ring is all_to_all's `push`'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import triton
 import triton.language as tl
 
@@ -26,7 +24,7 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant
+from tunedcomm.kernels.common.variant import PUSH_GRID, PushRingVariant
 from tunedcomm.kernels.dcp_combine.lamport import load_part, places_of, write_merged
 from tunedcomm.kernels.dcp_combine.op import CombineVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
@@ -113,19 +111,13 @@ def push_merge_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-class Push(CombineVariant, RingVariant, registered=True):
+class Push(CombineVariant, PushRingVariant, registered=True):
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped; for more tokens"
     kernels = (push_merge_kernel,)
     space = Space({**PUSH_GRID, "items": Choice(1, 2), "num_chunks": PowerOfTwo(1, 16)})
-    trailing_arguments = ("gather", "num_chunks")
     ring = RING.value
     most_registers = 255
-    max_rounds = 64
-    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
-
-    def slots(self, problem: Problem) -> int:
-        return problem.world_size - 1
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         of_thread = int(config["items"]) * problem.world_size

@@ -10,19 +10,14 @@ Source: own; the ring is all_to_all's `push`'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_to_all.push import RING
-from tunedcomm.kernels.common.feasibility import packets_a_block
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant
+from tunedcomm.kernels.common.variant import PushRingVariant
 from tunedcomm.kernels.ulysses.op import GATHER, SCATTER, UlyssesVariant
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space
-from tunedcomm.spec import Limits, Problem
 
 
 @triton.jit
@@ -105,30 +100,13 @@ def push_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-class ScatterPush(UlyssesVariant, RingVariant, registered=True):
+class ScatterPush(UlyssesVariant, PushRingVariant, registered=True):
     op = SCATTER
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped"
     kernels = (push_kernel,)
-    space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 64)})
-    trailing_arguments = ("gather", "num_chunks")
     ring = RING.value
     most_registers = 255
-    max_rounds = 64
-    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
-
-    def slots(self, problem: Problem) -> int:
-        return problem.world_size - 1
-
-    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if packets_a_block(config) > 1024:
-            return "more than 1024 packets a block at once spill registers"
-        return self.refuse_ring(problem, config, limits)
-
-    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        packets = self.work_packets(problem)
-        chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
-        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "num_chunks": chunks}
 
 
 class GatherPush(ScatterPush, registered=True):
