@@ -25,6 +25,7 @@ from rows import arguments
 
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.moe.op import WITH_WEIGHTS
@@ -52,10 +53,13 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def candidates_of(problem: Problem, communicator: Communicator, name: str, *, more: bool) -> Iterator[Candidate]:
-    """The default of a variant, and with `more` what differs from it in one axis, or in blocks and warps."""
+    """The default of a variant and what is tuned; with `more` what differs in one axis, or in blocks and warps."""
     variant = get_variant(problem.op, name)
     default = variant.default(problem, communicator.limits)
     configs = [default]
+    tuned = decide(problem, communicator.snapshot, communicator.limits).candidate
+    if tuned.variant == name:
+        configs.append(tuned.config_dict)
     if more:
         axes = [axis for axis in variant.space.names if axis in AXES]
         for one, other in itertools.combinations(axes, 2):

@@ -14,7 +14,8 @@ allocation of its buffers. Errors are ‖out − ref‖ / ‖ref‖ beside NCCL'
 in bf16 and fp32; `ours` is `tunedcomm.fsdp.install(wire=torch.bfloat16)` by the databases. `ours_pinned` runs the
 fastest reduce-scatter measured above, `ours_copies` has gathers by copy engines too, `ours_few_sms` the same with the
 fastest reduce-scatter on --few-sms SMs. `compute` is the step of a bf16 model on one rank: the others' exposed
-communication is their time beyond it. Errors compare the gradients with the gradients of `stock_fp32`.
+communication is their time beyond it. With --compile each layer is compiled, so that the host is not the limit. Errors
+compare the gradients with the gradients of `stock_fp32`.
 
 `gemm`: a square bf16 GEMM on one stream while another gathers --gather-bytes (of the result).
 
@@ -281,6 +282,9 @@ def stack(bench: Bench, dtype: torch.dtype) -> Stack:
         tokens=options.tokens,
     )  # fmt: skip
     model.cos, model.sin = model.cos.bfloat16(), model.sin.bfloat16()
+    if options.compile:
+        for layer in model.layers:
+            layer.compile()
     return model
 
 
@@ -434,7 +438,8 @@ def main() -> None:
     """Measure."""
     options = arguments(
         __doc__, parts=PARTS, numel=[1 << 25, 1 << 27], layers=4, tokens=1024, hidden=4096, heads=32, kv_heads=8,
-        ffn=14336, gemm=8192, gather_bytes=64 << 20, few_sms=32, rounds=15, calls=10, csv=None,
+        ffn=14336, gemm=8192, gather_bytes=64 << 20, few_sms=32, compile=False,
+        rounds=15, calls=10, csv=None,
     )  # fmt: skip
     device = join_group()
     kernels.discover()
