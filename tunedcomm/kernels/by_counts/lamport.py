@@ -239,6 +239,7 @@ class GatherLamport(ByCountsVariant, LamportVariant, registered=True):
     summary = "push without flags: rows announce themselves; best for few rows"
     kernels = (gather_kernel,)
     packet_bytes = PACKET_BYTES + 4  # with a mask
+    max_rounds = 16
 
     def staged(self, problem: Problem, config: Config) -> int:
         """Bytes of a stage that a rank's packets and greetings take."""

@@ -260,7 +260,9 @@ class KernelVariant(VariantBase):
     def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
         preferred = {"items": 1, "launch_pdl": limits.launch_pdl, **self.preferred_config(problem, limits)}
         on_host = self.host_preferred if limits.backend == "host" else {}
-        return closest({**preferred, **on_host}, self.space, problem, limits, self.infeasible)
+        refused = self.refuse(problem, limits) is not None  # whatever the config: no need to look for one
+        infeasible = (lambda *_: None) if refused else self.infeasible
+        return closest({**preferred, **on_host}, self.space, problem, limits, infeasible)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         """Constexpr arguments of the kernel; PDL is added for spaces with the axis `launch_pdl`."""

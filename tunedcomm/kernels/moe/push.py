@@ -620,6 +620,10 @@ class GridVariant(KernelVariant):
             return "it serves layouts tokens and rank" if self.by_token else "tokens_lamport and tokens_push serve it"
         if (row_bytes := sizes_of(problem).row_bytes) % PACKET_BYTES:
             return f"kernels move tokens of whole packets of {PACKET_BYTES} bytes, not of {row_bytes} bytes"
+        if "chunk_tokens" not in self.space.names and (
+            (needed := problem.shape[0] * self.token_bytes(problem)) > (room := getattr(limits, self.room))
+        ):
+            return f"its tokens need {needed} bytes of a workspace with room for {room} of them"
         return None
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
