@@ -34,6 +34,7 @@ alone.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import math
 import os
 import random
@@ -153,15 +154,16 @@ class Sample:
 
     def copy(self, device: torch.device) -> Sample:
         """The same in other memory; what launches read on the host is the same in all samples of a problem."""
-        inputs, due = (
+        inputs, due, *others = (
             tuple(each.contiguous().clone() if each.device.type == device.type else each for each in tensors)
-            for tensors in (self.inputs, self.due)
+            for tensors in (self.inputs, self.due, *self.others)
         )
-        return replace(self, inputs=inputs, due=due)
+        return replace(self, inputs=inputs, due=due, others=tuple(others))
 
     def memory(self, device: torch.device) -> list[torch.Tensor]:
         """The bytes of all its tensors on the device."""
-        there = (each for each in (*self.inputs, *self.due) if each.device.type == device.type)
+        every = itertools.chain(self.inputs, self.due, *self.others)
+        there = (each for each in every if each.device.type == device.type)
         return [each.view(-1).view(torch.uint8) for each in there]
 
 
