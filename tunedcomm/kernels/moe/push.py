@@ -765,6 +765,9 @@ class Push(DispatchVariant, registered=True):
     kernels = (dispatch_kernel, quantise_kernel)
     space = Space({**IN_PIECES, "num_warps": PowerOfTwo(1, 8), "items": Choice(1, 2, 4)})
 
+    def is_usual(self, problem: Problem, limits: Limits) -> bool:
+        return problem.shape[0] <= 2 * FEW
+
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.shape[0] * problem.shape[2] > 1 << 14:
             return "at more than 16384 ids two_phase, which counts them once, is faster"
