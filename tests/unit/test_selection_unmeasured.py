@@ -46,7 +46,8 @@ def checked(snapshot: Snapshot, problem: Problem, decision: Decision, status: An
     ("problem", "variant"),
     [
         (asked(16), "lamport"),
-        (asked(1024), "push"),
+        (asked(256), "push"),
+        (asked(1024), "two_phase"),
         (asked(4096, layout="contiguous", scaling="token"), "two_phase"),
         (asked(1024, "ep_combine"), "push"),
         (asked(64, "ep_combine", dtype="float32"), "lamport"),
