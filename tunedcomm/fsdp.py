@@ -1,11 +1,11 @@
-"""FSDP2's gathers and reduce-scatters, served by the dispatcher: `install`, or `AllGather` and `ReduceScatter` alone.
+"""FSDP2's gathers and reduce-scatters, served by tuned kernels: `install`, or `AllGather` and `ReduceScatter` alone.
 
     model = fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     served = tunedcomm.fsdp.install(model, wire=torch.bfloat16)
     ...                   # train
     print(served)         # which modules are served, and the share of calls that kernels served
 
-A call goes to a kernel where the dispatcher has one that is faster, else to `torch.distributed`, as without tunedcomm.
+A call goes to a kernel where dispatch has one that is faster, else to `torch.distributed`, as without tunedcomm.
 
 **Gathers.** FSDP2 copies its shards into this rank's part of the output that `allocate` returned, and gathers in place.
 

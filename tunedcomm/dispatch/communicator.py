@@ -127,7 +127,7 @@ class Communicator:
         nodes: the node of every rank.
         control: the words by which the ranks tell each other that the group has ended.
         node_groups: symmetric memory of the own node, and the group across nodes, where the group spans several.
-        plans: the dispatcher's cache, of at most `MAX_PROBLEMS` problems besides those that graphs captured.
+        plans: the cache of plans, of at most `MAX_PROBLEMS` problems besides those that graphs captured.
         quarantined: op and variant to the reason why the group does not run it any more.
         fast_calls: the ops' cache of plans with all that a call needs besides: a kind of calls to its fast calls, each
             with its plan; none for a kind that was called once. At most `MAX_KINDS`.
@@ -584,7 +584,7 @@ class Communicator:
         policy: NumericsPolicy | None = None,
         has_input: bool = True,
     ) -> Launch:
-        """A launch with all that surrounds it in this group, from the inside out; no other place wraps one for good.
+        """A launch with all that surrounds it in this group, from the inside out; only ep_dispatch adds to it.
 
         Args:
             problem, launch: what is launched.

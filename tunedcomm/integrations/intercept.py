@@ -1,17 +1,17 @@
-"""`tunedcomm.intercept`, `install` and `uninstall`: unmodified models, served by the dispatcher.
+"""`tunedcomm.intercept`, `install` and `uninstall`: unmodified models, served by tuned kernels.
 
     with tunedcomm.intercept(mesh.get_group()) as calls:
         model(x)                      # torch.distributed, functional collectives, DTensor's tensor parallel plans
     print(calls)                      # which calls were served, by what, how often; which were not, and why
 
-**The mechanism.** Every collective of PyTorch ends in an operator of the dispatcher: `torch.distributed.all_reduce` in
-`c10d::allreduce_`, a functional collective, and so DTensor, its autograd formula and compiled code, in
-`_c10d_functional::*`. Kernels for these operators are registered with `torch.library` while at least one group is
-intercepted, under the dispatch key that comes right before the devices' keys, `BackendSelect`. They look the group up,
-and redispatch the arguments as they came to the device's kernel wherever the dispatcher would run the library, or the
-group is another one. (`torch.library.get_kernel` would keep the interpreter's lock, and a gloo group then waits for its
-worker for ever; dispatch modes see every operator and neither autograd's threads nor compiled code; functions of
-`torch.distributed` may have been imported before they could be replaced.)
+**The mechanism.** Every collective of PyTorch ends in an operator of PyTorch's dispatcher:
+`torch.distributed.all_reduce` in `c10d::allreduce_`, a functional collective, and so DTensor, its autograd formula and
+compiled code, in `_c10d_functional::*`. Kernels for these operators are registered with `torch.library` while at least
+one group is intercepted, under the dispatch key that comes right before the devices' keys, `BackendSelect`. They look
+the group up, and redispatch the arguments as they came to the device's kernel wherever dispatch would run the library,
+or the group is another one. (`torch.library.get_kernel` would keep the interpreter's lock, and a gloo group then waits
+for its worker for ever; dispatch modes see every operator and neither autograd's threads nor compiled code; functions
+of `torch.distributed` may have been imported before they could be replaced.)
 
 **Consequences.** Other operators cost the same as before. Registration is for the process: autograd's threads are
 served, and others that call on the group inside of the block. Autograd's formulas lie above our kernels. Compiled code

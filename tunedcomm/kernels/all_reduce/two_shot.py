@@ -20,8 +20,8 @@ rank's first flag of that call, which this rank sets after its own call, and all
 Nobody else touches that slice in between.
 
 **two_shot_split.** One third of the blocks pushes, one third sums, one third collects, so that links never wait for
-sums. Pusher, reducer and collector k share a lane: they take the same packets of every slice, cut into `num_chunks`
-pieces. Each lane has three rows of flags, and raises the flags of its row on all peers to c + 1 where piece c
+sums. Pusher, reducer and collector k are a team: they take the same packets of every slice, cut into `num_chunks`
+pieces. Each team has three rows of flags, and raises the flags of its row on all peers to c + 1 where piece c
 
 - was pushed (seen by the peers' reducers),
 - was summed: the scatter area is read and the sums are pushed (seen by the peers' pushers and collectors),
