@@ -30,11 +30,14 @@ MAX_STACK_BYTES = 24
 # Of kernels that ask for more: at 3 ranks, where the shares of a row are no powers of two, 56 under the newest Triton.
 # Those that sort tokens keep an address of each of 8 rows and 8 peers: at 3 ranks, 48. One that merges 8 ranks' packets
 # keeps them all: 48 for sm_100. One that keeps 4 quantised packets a thread of 16 warps, 56 under the oldest Triton.
+# One that compares 256 ids with each other, 40 under the oldest; and one that sums 8 rows before it quantises, 48.
 MAX_STACK_BYTES_OF = {
     **dict.fromkeys(("dispatch_kernel", "dispatch_lamport_kernel", "combine_lamport_kernel"), 64),
     "rms_norm_two_shot_kernel": 64,
     "push_merge_kernel": 64,
     "lamport_quantized_kernel": 64,
+    "count_kernel": 64,
+    "combine_tokens_quantized_kernel": 64,
 }
 # Where a tail of single elements is read and written by 512 threads, which have at most 128 registers each. Measured at
 # 8 ranks: two_shot 552, one_shot 1264.

@@ -81,7 +81,7 @@ from tunedcomm.kernels.moe.push import (
     store_words,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 
@@ -806,8 +806,10 @@ class CombineTokensPush(_Push, _Combine, registered=True):
         return problem.world_size * sizes_of(problem).row_bytes
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        many = problem.layout == BY_RANK and problem.shape[0] >= 512 and problem.shape[2] <= 8
-        return self.full_grid(problem, limits) if many else super().preferred_config(problem, limits)
+        if problem.layout != BY_RANK or problem.shape[0] < 512 or max(problem.shape[2], 2 * problem.world_size) > 8:
+            return super().preferred_config(problem, limits)
+        items = 2 if problem.world_size == 2 and ITEMSIZE[problem.dtype] == 2 else 1  # more spill
+        return {**self.full_grid(problem, limits), "items": items}
 
 
 class DispatchTokensDirect(_InBuffers, _Dispatch, registered=True):
