@@ -214,7 +214,7 @@ class _Lamport(QuantizedVariant, LamportVariant):
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         packets = self.work_packets(problem)
         items = 1 if packets <= 1 << 16 else 2 if packets <= 1 << 17 else 4
-        items = min(items, _MAX_PACKETS // problem.world_size)
+        items = max(min(items, _MAX_PACKETS // problem.world_size), 1)
         warps = 2 if packets <= 1 << 12 else 4 if packets <= 1 << 14 else 8 if packets <= 1 << 15 else 16
         return {"num_blocks": min(packets / (32 * warps * items), 128), "num_warps": warps, "items": items}
 
