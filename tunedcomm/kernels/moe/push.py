@@ -119,7 +119,7 @@ def count_before(ids, id_words, first, token, TOPK: tl.constexpr):
 
 @triton.jit
 def count_all(ids, id_words, first, end, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of the ids from `first` to before `end` name each expert; behind them how many are no id."""
+    """Count the ids from `first` to before `end` by expert; the last count is of numbers that are no id."""
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     counts = tl.zeros((BINS,), tl.int32)
     wrong = 0
