@@ -421,7 +421,7 @@ class RingVariant(KernelVariant):
 
 
 class PushRingVariant(RingVariant):
-    """A ring to which every rank pushes its packets, in the gather area; it holds those of the peers alone."""
+    """A ring to which every rank pushes its packets, in the gather area; it holds the peers' packets alone."""
 
     space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 64)})
     trailing_arguments = ("gather", "num_chunks")

@@ -1,6 +1,6 @@
 """push_quantized: ep_combine in the layouts `tokens` and `rank`, whose rows travel quantised; for many tokens.
 
-The ring, its flags and their proof are those of `tokens_push`. A rank's row for a token, rounded to the results' dtype
+The ring, its flags and their proof are as in `tokens_push`. A rank's row for a token, rounded to the results' dtype
 first, travels as codes and a scale for every 128 elements. The token's rank quantises its own row, too, and adds what
 all rows stand for in rank order.
 

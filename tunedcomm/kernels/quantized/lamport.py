@@ -75,7 +75,7 @@ def push_round(
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, WIRE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr,
     TAIL: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Push the packets of a round from `start` on to every peer; return those of this rank itself."""
+    """Push the packets of a round from `start` on to every peer; return this rank's own."""
     threads = tl.arange(0, BLOCK)
     packet = start + threads
     beside = stage + total * 16 + (start // ITEMS + threads) // GROUP_PACKETS * 16
