@@ -163,7 +163,7 @@ LEFT: dict[str, tuple[Callable[..., Any], str]] = {
     "mm is used elsewhere, too": (lambda x, w: let(x @ w, lambda y: reduce(y) + y), "MK KN"),
     "what addmm adds is no row": (lambda x, w, y: reduce(torch.addmm(y, x, w)), "MK KN MN"),
     "scales its summands": (lambda x, w, y: reduce(torch.addmm(y, x, w, alpha=2)), "MK KN N"),
-    "columns are not those of what is reduced": (lambda x, w: reduce((x @ w).view(2, -1)), "MK KN"),
+    "differ in columns": (lambda x, w: reduce((x @ w).view(2, -1)), "MK KN"),
     "is added to it is used elsewhere": (lambda x, w, r: let(reduce(x), lambda s: norm(s + r, w) + s.cos()), "MK K MK"),
 }
 

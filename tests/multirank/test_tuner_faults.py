@@ -94,7 +94,7 @@ def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[Trial], Path
         ("other_bits", "bits of the ordered sum"),
         ("leaves_packets", r"on rank 1 of 2: left 4 words in the arena, which a later call would take for data"),
         ("infeasible", "planted: not on this machine"),
-        ("bind_takes_too_much", "on rank 1 of 2: no memory is left for what it binds: OutOfMemoryError: planted"),
+        ("bind_takes_too_much", "on rank 1 of 2: no memory is left to bind it: OutOfMemoryError: planted"),
     ],
 )
 def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[Trial], Path], variant: str, text: str) -> None:
