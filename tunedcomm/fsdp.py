@@ -36,7 +36,8 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy
-from tunedcomm.dispatch.launches import no_intercept, when_due
+from tunedcomm.dispatch.launches import no_intercept
+from tunedcomm.dispatch.queue import when_due
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError, UnsupportedVersionError, WorkspaceError
 from tunedcomm.integrations import check_torch
 from tunedcomm.integrations.engines.group import by_reason, shares_of

@@ -42,7 +42,6 @@ from tunedcomm.dispatch.launches import (
     SHARE_OF_EAGER,
     LaneOrder,
     NanWatch,
-    Queue,
     after,
     counted,
     in_range,
@@ -51,6 +50,7 @@ from tunedcomm.dispatch.launches import (
     undisturbed,
     wrapped,
 )
+from tunedcomm.dispatch.queue import Queue
 from tunedcomm.errors import (
     AgreementError,
     GroupAbortedError,

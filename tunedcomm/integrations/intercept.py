@@ -55,8 +55,9 @@ from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import MAX_PROBLEMS, Communicator, drop_at_exit, on_forget
 from tunedcomm.dispatch.dispatcher import MISSES, check_limit, check_policy
 from tunedcomm.dispatch.groups import get_communicator, is_dry_run
-from tunedcomm.dispatch.launches import Job, Queue, intercepted, may_intercept, no_intercept, put_off, when_due
+from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
 from tunedcomm.dispatch.plans import Plan
+from tunedcomm.dispatch.queue import Job, Queue, put_off, when_due
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations import after_warmup, check_torch
 from tunedcomm.integrations.direct import OPERATORS, DirectCalls, Read
