@@ -25,7 +25,7 @@ from rows import arguments
 
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.moe.op import WITH_WEIGHTS

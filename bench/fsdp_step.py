@@ -45,7 +45,7 @@ import tunedcomm.fsdp
 from tunedcomm import kernels
 from tunedcomm.bench.csv import append_rows
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.ops.symmetric import symmetric_empty

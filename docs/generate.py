@@ -25,7 +25,7 @@ from tunedcomm.cli.main import app
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.schema import Base, WorkingBase
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.metrics import format_bytes, format_us
 from tunedcomm.settings import SETTINGS
 from tunedcomm.spec import DTYPES, ops, variants

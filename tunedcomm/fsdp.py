@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tunedcomm.dispatch.dispatcher import check_limit, check_policy
+from tunedcomm.dispatch.decide import check_limit, check_policy
 from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.dispatch.queue import when_due
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError, UnsupportedVersionError, WorkspaceError

@@ -28,7 +28,7 @@ from tunedcomm.db.sidecar import note_unreached, spent_budgets
 from tunedcomm.db.store import Database
 from tunedcomm.db.targets import warn_once
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.dispatcher import MISSES
+from tunedcomm.dispatch.decide import MISSES
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.dispatch.misses import counter
 from tunedcomm.dispatch.plans import explain, plan_for

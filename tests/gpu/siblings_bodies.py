@@ -21,7 +21,7 @@ import torch.distributed as dist
 import tunedcomm
 from tunedcomm.db import layers
 from tunedcomm.dispatch import first_use
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.spec import Candidate, Mode, Problem, get_op
@@ -102,7 +102,7 @@ def regret(problems: list[Problem], *, mean: float, worst: float) -> dict[str, o
         own = layers.load_snapshot(communicator.environment, communicator.world_size, layers=with_own)
         rows = []
         for problem in problems:
-            chosen = plan_for(communicator, problem, "default").decision
+            chosen = plan_for(communicator, problem, "default").decide_again()
             best = decide(problem, own, communicator.limits).candidate
             library = Candidate.of(problem.op, "library", {})
             ours, theirs, nccl = times_us(problem, [chosen.candidate, best, library])

@@ -151,7 +151,7 @@ def _in_graphs(group: Any, op: str) -> Candidate:
     plans = [plan for plan in communicator.plans.values() if plan.problem.op == op and plan.problem.mode == "graph"]
     (plan,) = plans
     assert any(replayed is plan for replayed in communicator._captured.values()), (op, "the plan is not in the graph")
-    return plan.decision.candidate
+    return plan.decide_again().candidate
 
 
 def _tensors(found: Any) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ def test_an_explained_call_is_the_call(rank: int) -> None:
         assert told.problem is not None
         getattr(tunedcomm, op)(*(given if isinstance(given, tuple) else (given,)))
         plans = get_communicator().plans
-        assert told == plans[told.problem, "default", None, False].decision
+        assert told == plans[told.problem, "default", None, False].decide_again()
         head, *lines = str(told).splitlines()
         assert head.startswith(str(told.problem))
         assert lines[0].split(maxsplit=1) == ["runs", str(told.candidate)]

@@ -35,7 +35,7 @@ from tunedcomm.db import engine
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import LATENCIES, Trial, config_digest
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.errors import DatabaseError
 from tunedcomm.kernels import source_hash_of
 from tunedcomm.selection.select import Decision

@@ -21,7 +21,7 @@ from tunedcomm.db import misses as miss_log
 from tunedcomm.db import sidecar, targets
 from tunedcomm.db.misses import Miss, append, compact, log_path, read
 from tunedcomm.dispatch import misses
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.dispatch.launches import counted
 from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.errors import InfeasibleError
@@ -278,7 +278,7 @@ def test_a_tuned_candidate_that_cannot_be_bound_is_no_miss() -> None:
         return launch
 
     plan = plan_for(communicator(bind=bind), TUNED, "default")
-    assert (plan.decision.source, plan.launch) == ("library", launch)
+    assert (plan.decide_again().source, plan.launch) == ("library", launch)
 
 
 @pytest.mark.parametrize("place", ["directory", "missing/misses.jsonl", "file/misses.jsonl", "fifo", "x" * 300])

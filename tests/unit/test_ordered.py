@@ -11,7 +11,7 @@ from quick import some
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tunedcomm import kernels
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.reference import reduced
 from tunedcomm.selection.select import Decision

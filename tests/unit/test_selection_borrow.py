@@ -19,7 +19,7 @@ from tunedcomm.cli.doctor import check_borrowing, check_this_machine
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.dispatcher import MISSES
+from tunedcomm.dispatch.decide import MISSES
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.interpolate import related_problems
 from tunedcomm.selection.select import choose

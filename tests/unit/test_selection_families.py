@@ -15,7 +15,7 @@ from quick import sample
 from test_shipped import SHIPPED, snapshot_of
 
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common import launch
 from tunedcomm.kernels.common.variant import LibraryVariant

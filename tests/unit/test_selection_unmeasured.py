@@ -10,7 +10,7 @@ from db_samples import H200, row
 from db_samples import snapshot as snapshot_of
 
 from tunedcomm import kernels
-from tunedcomm.dispatch import dispatcher
+from tunedcomm.dispatch import decide as dispatch_decide
 from tunedcomm.kernels import source_hash_of
 from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Check, Row, Snapshot
@@ -31,7 +31,7 @@ def asked(tokens: int, op: str = "ep_dispatch", hidden: int = 7168, experts: int
 
 
 def decide(problem: Problem, snapshot: Snapshot = NOTHING, **options: Any) -> Decision:
-    return dispatcher.decide(problem, snapshot, LIMITS, **options)
+    return dispatch_decide.decide(problem, snapshot, LIMITS, **options)
 
 
 def checked(snapshot: Snapshot, problem: Problem, decision: Decision, status: Any) -> Snapshot:
@@ -65,7 +65,7 @@ def test_kernels_run_where_they_can(problem: Problem, variant: str) -> None:
     assert decision.candidate.variant == variant
     assert decision.is_unproven is (variant != "library")
     assert decide(problem, policy="ordered").candidate.variant == variant
-    assert dispatcher.decide(problem, NOTHING, replace(LIMITS, backend="host")).candidate.variant != "lamport"
+    assert dispatch_decide.decide(problem, NOTHING, replace(LIMITS, backend="host")).candidate.variant != "lamport"
 
 
 def measured(variant: str, latency_us: float, config: dict[str, Any]) -> Row:

@@ -21,7 +21,7 @@ from tunedcomm.db.maintenance import collect_stats
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.kernels import source_hash_of
 from tunedcomm.report.data import StoredDispatch
 from tunedcomm.selection.select import Decision

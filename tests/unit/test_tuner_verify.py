@@ -15,7 +15,7 @@ from verify_samples import SIZES, all_of, at, at_ratio, here, known, problem_of,
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.errors import TuningError
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, check_candidate, get_variant

@@ -22,7 +22,7 @@ from tunedcomm import kernels
 from tunedcomm.bench import nccl_symmetric
 from tunedcomm.bench.csv import CUBLAS
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.op import Given, add_and_norm, form_of, given_of
 from tunedcomm.kernels.common.feasibility import Launch

@@ -293,12 +293,12 @@ def _check_measured(
 ) -> None:
     """Refuse what dispatch would not run though it were pinned, and say if nothing is known of it."""
     from tunedcomm.db.layers import load_snapshot
-    from tunedcomm.dispatch import dispatcher
+    from tunedcomm.dispatch.decide import decide
     from tunedcomm.selection.snapshot import Pinned
 
     snapshot = load_snapshot(environment, problem.world_size, layers=layers, like=problem)
     pin = Pinned(problem=problem, candidate=candidate, reason="", layer="")
-    decision = dispatcher.decide(problem, replace(snapshot, pins=(pin,)), limits, policy="any")
+    decision = decide(problem, replace(snapshot, pins=(pin,)), limits, policy="any")
     if decision.source != "pin":
         reason = dict(decision.passed_over)[str(candidate)].removeprefix("pinned, but ")
         raise bad_usage(

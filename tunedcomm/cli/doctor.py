@@ -469,7 +469,7 @@ def _defined(path: Path, owner: str) -> set[str]:
 def _tuned_calls(op: str) -> str:
     """Measured problems of an op on this machine, by number of ranks: how many a kernel serves, from which layers."""
     from tunedcomm.db.layers import load_snapshot
-    from tunedcomm.dispatch.dispatcher import decide
+    from tunedcomm.dispatch.decide import decide
     from tunedcomm.symm.layout import limits_for
 
     machine, layers = environment_here(), read_layers(None)

@@ -63,7 +63,7 @@ def decide_offline(options: CallOptions, *, with_left_out: bool = True) -> Decis
     from tunedcomm import settings
     from tunedcomm.db.layers import load_snapshot
     from tunedcomm.db.sidecar import with_checks
-    from tunedcomm.dispatch import dispatcher
+    from tunedcomm.dispatch.decide import beside_ordered, decide, forced_candidate, note_force_mode
     from tunedcomm.hardware import nearest
     from tunedcomm.symm.layout import limits_for
 
@@ -77,17 +77,15 @@ def decide_offline(options: CallOptions, *, with_left_out: bool = True) -> Decis
         read = partial(load_snapshot, environment, problem.world_size, layers=layers, strict=strict)
         snapshot = with_checks(read(borrow=borrow, like=problem))
         limits = limits_for(environment, problem.world_size)
-        forced = dispatcher.forced_candidate(problem, limits)
+        forced = forced_candidate(problem, limits)
         if forced is None and settings.mode() == "off":
             forced = Candidate.of(problem.op, "library", {})
-        decision = dispatcher.decide(
-            problem, snapshot, limits, policy=options.numerics, forced=forced, max_sms=options.max_sms
-        )
-        decision = dispatcher.note_force_mode(decision, settings.mode())
+        decision = decide(problem, snapshot, limits, policy=options.numerics, forced=forced, max_sms=options.max_sms)
+        decision = note_force_mode(decision, settings.mode())
         decision = replace(decision, problem=problem, asked_for=environment)
         if not with_left_out:
             return decision
-        decision = dispatcher.beside_ordered(decision, problem, snapshot, limits, max_sms=options.max_sms)
+        decision = beside_ordered(decision, problem, snapshot, limits, max_sms=options.max_sms)
         stored = _stored_reasons(problem, environment, layers)
         left_out = _left_out(problem, decision, limits, options.numerics, stored)
         other = None if snapshot.rows else nearest(environment, stored_environments(layers, is_quiet=True))

@@ -21,7 +21,7 @@ from tunedcomm.db.misses import Counter, HardKey, Note
 from tunedcomm.db.targets import warn_once
 from tunedcomm.db.values import utc_now
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.dispatcher import MISSES
+from tunedcomm.dispatch.decide import MISSES
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.spec import NumericsPolicy, Problem, widest
 

@@ -20,14 +20,14 @@ from tunedcomm import kernels
 from tunedcomm.dispatch import first_use, misses
 from tunedcomm.dispatch.agreement import first_difference
 from tunedcomm.dispatch.communicator import Communicator, PlanKey, on_release
-from tunedcomm.dispatch.dispatcher import (
+from tunedcomm.dispatch.decide import (
     beside_ordered,
-    check_limit,
     check_policy,
     decide,
-    forced_candidate,
+    deciding,
     forced_here,
     forced_ops,
+    library_instead,
     note_force_mode,
 )
 from tunedcomm.dispatch.groups import get_communicator, live_communicators
@@ -52,7 +52,7 @@ class Plan:
         launch: `(inputs, outputs, raw stream handle)`.
         wants_aligned: True for kernels, which take tensors at 16-byte boundaries only.
         policy: under which it was decided.
-        decide: makes the decision with every reason, which takes longer than a call may.
+        decide_again: makes the decision with every reason, which takes longer than a call may.
         kinds: kinds of calls that have fast calls of this plan.
     """
 
@@ -62,13 +62,8 @@ class Plan:
     launch: Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
     wants_aligned: bool
     policy: NumericsPolicy
-    decide: Callable[[], Decision]
+    decide_again: Callable[[], Decision]
     kinds: set[Hashable] = field(default_factory=set, compare=False)
-
-    @property
-    def decision(self) -> Decision:
-        """The decision, with every reason."""
-        return self.decide()
 
 
 def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None = None) -> Plan:
@@ -77,15 +72,15 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     Raises:
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
-    decide_now = _decider(communicator, problem, policy, max_sms)
-    decision = decide_now(with_reasons=False)
-    while first_use.is_due(communicator, problem, decision):  # its rows are borrowed, and nobody has run it here
-        first_use.check(communicator, problem, decision.candidate)
-        decide_now = _decider(communicator, problem, policy, max_sms)
-        decision = decide_now(with_reasons=False)
+    while True:
+        decide_again = deciding(communicator, problem, policy, max_sms)
+        decision = decide_again(with_reasons=False)
+        if not first_use.is_due(communicator, problem, decision):
+            break
+        first_use.check(communicator, problem, decision.candidate)  # its rows are borrowed, and nobody has run it here
     if communicator.settings.mode == "force" and not decision.is_answered:
         raise InfeasibleError(
-            f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decide_now().why}; tune it with "
+            f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decide_again().why}; tune it with "
             f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
         )
     counter = misses.counter(communicator, problem, decision.source, policy)
@@ -100,83 +95,21 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         logger.warning("%s goes to %s: %s", problem, "the library" if admitted else "a smaller grid", error)
         if not admitted:
             return plan_for(communicator, problem, policy, few)
-        decision = _library_instead(decide_now(), str(error))
-        decide_now = partial(replace, decision)
+        decision = library_instead(decide_again(), str(error))
+        decide_again = partial(replace, decision)
         launch = communicator.bind(problem, decision.candidate, for_calls=True, counter=counter)
     candidate = decision.candidate
     if logger.isEnabledFor(logging.INFO):
-        logger.info("%s: %s (%s)", problem, candidate, decide_now().why)
-    return Plan(problem, candidate, decision.source, launch, candidate.variant != "library", policy, decide_now)
-
-
-def _decider(
-    communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
-) -> Callable[..., Decision]:
-    """A function that makes the decision of this moment as often as it is called; it holds no group.
-
-    Its keyword `with_reasons=False` leaves the reasons out, with which a decision takes longer than a call may.
-    """
-    check_policy(policy)
-    check_limit("max_sms", max_sms, "SMs")
-    decided = partial(
-        decide, problem, communicator.snapshot, communicator.limits, policy=policy,
-        forced=_forced(communicator, problem, policy), max_sms=max_sms,
-    )  # fmt: skip
-    quarantined = dict(communicator.quarantined)
-    return partial(_unless_quarantined, decided, policy, quarantined) if quarantined else decided
-
-
-def _library_instead(decision: Decision, reason: str) -> Decision:
-    passed_over = ((str(decision.candidate), reason), *decision.passed_over)
-    library = Candidate.of(decision.candidate.op, "library", {})
-    why = f"the library: {decision.candidate} was chosen, but {reason}"
-    return Decision(candidate=library, source="library", why=why, passed_over=passed_over)
-
-
-def check_library(problem: Problem, policy: NumericsPolicy, why: str) -> None:
-    """Refuse to run the library where the policy does not admit it.
-
-    Raises:
-        InfeasibleError: the library would have to serve, for the reason `why`.
-    """
-    if not admits_library(policy, problem.op):
-        raise InfeasibleError(f"numerics={policy!r} does not admit the library, which would serve {problem}: {why}")
+        logger.info("%s: %s (%s)", problem, candidate, decide_again().why)
+    return Plan(problem, candidate, decision.source, launch, candidate.variant != "library", policy, decide_again)
 
 
 def library_plan(communicator: Communicator, problem: Problem) -> Plan:
     """The library, for calls of which too little is known to choose a kernel, or nothing may be compiled or loaded."""
     library = Candidate.of(problem.op, "library", {})
-    decided = partial(decide, problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
+    decide_again = partial(decide, problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
     launch = communicator.bind(problem, library, for_calls=True)
-    return Plan(problem, library, "forced", launch, False, "any", decided)
-
-
-def _forced(communicator: Communicator, problem: Problem, policy: NumericsPolicy) -> Candidate | None:
-    """The candidate that something other than the databases decides for, if there is one."""
-    forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
-    if forced is None and communicator.settings.mode == "off":
-        check_library(problem, policy, "TUNEDCOMM_MODE=off")
-        forced = Candidate.of(problem.op, "library", {})
-    return forced
-
-
-def _unless_quarantined(
-    decided: Callable[[], Decision],
-    policy: NumericsPolicy,
-    quarantined: Mapping[tuple[str, str], str],
-    *,
-    with_reasons: bool = True,
-) -> Decision:
-    """The decision, or the library in the place of a variant that the group does not run any more."""
-    del with_reasons  # such a group always hears the reasons
-    decision = decided()
-    op = decision.candidate.op
-    reason = quarantined.get((op, decision.candidate.variant))
-    if reason is None:
-        return decision
-    if not admits_library(policy, op):
-        raise InfeasibleError(f"{decision.candidate}: {reason}, and numerics={policy!r} does not admit the library")
-    return _library_instead(decision, reason)
+    return Plan(problem, library, "forced", launch, False, "any", decide_again)
 
 
 def explain(
@@ -200,10 +133,10 @@ def explain(
         )
     check_policy(policy)
     policy = communicator.policy(policy)
-    decide_now = _decider(communicator, problem, policy, max_sms)
+    decide_again = deciding(communicator, problem, policy, max_sms)
     # A plan that is bound says what runs, also where the chosen candidate could not be bound.
     bound = communicator.plans.get(PlanKey(replace(problem, mode="eager"), policy, max_sms, problem.mode == "graph"))
-    decision = decide_now() if bound is None else bound.decision
+    decision = decide_again() if bound is None else bound.decide_again()
     decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
     decision = replace(
         decision, problem=problem, asked_for=communicator.snapshot.environment, memory=_memory_of(communicator)

@@ -338,11 +338,11 @@ class DirectCalls:
             self._word = (word, torch.empty_like(word))
         if num_barriers:
             planned = paths["all_reduce"].planned(self._word[:1], ("sum",), of.group, "default", max_sms=of.max_sms)
-            latency_us = planned.decision.latency_us
+            latency_us = planned.decide_again().latency_us
             barriers_us = None if latency_us is None else num_barriers * latency_us
         if plan.candidate.variant == "library" or of.device.type == "cpu" or not admits(plan.policy, "library"):
             return ""
-        return why_slower(plan.decision, plan.problem, barriers_us, num_barriers)
+        return why_slower(plan.decide_again(), plan.problem, barriers_us, num_barriers)
 
     def _why_unlike(self, weights: Hashable) -> str:
         """The reason why products of such matrices go to the library, or ""; collective if they are new."""

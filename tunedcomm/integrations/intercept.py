@@ -53,7 +53,7 @@ from torch.distributed import distributed_c10d
 from tunedcomm.db.misses import Counter
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import MAX_PROBLEMS, Communicator, drop_at_exit, on_forget
-from tunedcomm.dispatch.dispatcher import MISSES, check_limit, check_policy
+from tunedcomm.dispatch.decide import MISSES, check_limit, check_policy
 from tunedcomm.dispatch.groups import get_communicator, is_dry_run
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
 from tunedcomm.dispatch.plans import Plan
@@ -119,8 +119,8 @@ class _Record:
         return self._tell()
 
 
-def _of_plan(group: str, call: str, problem: Problem, by: str, decide: Callable[[], Decision]) -> RoutedCall:
-    return RoutedCall(group, call, str(problem), by, decide().why)
+def _of_plan(group: str, call: str, problem: Problem, by: str, decide_again: Callable[[], Decision]) -> RoutedCall:
+    return RoutedCall(group, call, str(problem), by, decide_again().why)
 
 
 def _counts(records: Iterable[tuple[_Record, int]]) -> dict[RoutedCall, int]:
@@ -331,7 +331,7 @@ class RoutedGroup:
         elif plan is None or why:
             tell = partial(RoutedCall, *named, problem, by, why)
         else:
-            tell = partial(_of_plan, *named, plan.problem, by, plan.decide)
+            tell = partial(_of_plan, *named, plan.problem, by, plan.decide_again)
         routing = Routing(bool(by), self.record.setdefault(place, _Record(tell)))
         if plan is not None:
             missed = not by and plan.source in MISSES

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import drop_at_exit
-from tunedcomm.dispatch.dispatcher import check_limit, check_policy
+from tunedcomm.dispatch.decide import check_limit, check_policy
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.fp8 import WIRES, Wire

@@ -25,9 +25,9 @@ from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.agreement import policies
 from tunedcomm.dispatch.communicator import Communicator, PlanKey, current, on_drop, on_forget
-from tunedcomm.dispatch.dispatcher import check_limit, check_policy
+from tunedcomm.dispatch.decide import check_library, check_limit, check_policy
 from tunedcomm.dispatch.groups import end_group, get_communicator
-from tunedcomm.dispatch.plans import Plan, check_library, library_plan, plan_for
+from tunedcomm.dispatch.plans import Plan, library_plan, plan_for
 from tunedcomm.dispatch.queue import is_putting_off, when_due
 from tunedcomm.errors import NotInitializedError, TunedCommError, UnsupportedInputError
 from tunedcomm.ops.adapter import CallArguments, CallSignature, Group, OpAdapter, Results, Tensors

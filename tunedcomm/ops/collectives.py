@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
-from tunedcomm.dispatch.dispatcher import check_limit
+from tunedcomm.dispatch.decide import check_limit
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.fp8 import Wire
 from tunedcomm.kernels.all_gather.several import MAX_TENSORS, aligned

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.dispatcher import check_limit
+from tunedcomm.dispatch.decide import check_limit
 from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import NotInitializedError, TunedCommError, UnsupportedInputError

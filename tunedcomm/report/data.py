@@ -15,7 +15,7 @@ from tunedcomm import kernels
 from tunedcomm.bench.csv import NEEDED, known_link_gb_s
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Run, Trial
-from tunedcomm.dispatch import dispatcher
+from tunedcomm.dispatch.decide import decide
 from tunedcomm.hardware import Environment
 from tunedcomm.metrics import algbw_gb_s
 from tunedcomm.selection.score import Pool
@@ -365,7 +365,7 @@ class StoredDispatch:
         snapshot = self._snapshot(environment, problem.world_size)
         limits = limits_for(environment, problem.world_size)
         pool = measured_pool(snapshot, problem, Registered(limits, kernels.source_hash_of))
-        return dispatcher.decide(problem, snapshot, limits), pool
+        return decide(problem, snapshot, limits), pool
 
 
 def measurements(stored: StoredFile, dispatch: StoredDispatch) -> list[Measured]:

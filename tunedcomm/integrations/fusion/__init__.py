@@ -39,7 +39,7 @@ from torch._inductor import config, custom_graph_pass
 
 import tunedcomm.ops  # noqa: F401 - defines the operators that graphs are rewritten to
 from tunedcomm.dispatch.communicator import drop_at_exit
-from tunedcomm.dispatch.dispatcher import check_limit, check_policy, forced_here
+from tunedcomm.dispatch.decide import check_limit, check_policy, forced_here
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.fp8 import WIRES, Wire

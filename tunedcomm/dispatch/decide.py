@@ -1,12 +1,15 @@
-"""Decide which candidate a group runs for a problem, and why. Pure, except for `force` and the environment.
+"""Decide which candidate a group runs for a problem, and why.
 
-`tunedcomm.dispatch.plans` binds decisions to a communicator.
+`decide` is pure. `deciding` prepares it for a group as it is now: its snapshot, what is forced, what is quarantined.
+`tunedcomm.dispatch.plans` binds the decided candidate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from tunedcomm import kernels, settings
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError, UnsupportedInputError
@@ -14,7 +17,10 @@ from tunedcomm.kernels import source_hash_of
 from tunedcomm.selection.select import Decision, Registered, Source, choose
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, check_candidate, get_variant
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits_library, check_candidate, get_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.dispatch.communicator import Communicator
 
 # Sources of decisions on problems that were not tuned.
 MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
@@ -63,15 +69,58 @@ def decide(
     policy: NumericsPolicy = "default",
     forced: Candidate | None = None,
     max_sms: int | None = None,
+    quarantined: Mapping[tuple[str, str], str] = {},
     with_reasons: bool = True,
 ) -> Decision:
     """The candidate that a group with this snapshot runs, and why. Pure: no clock, no files, no communication.
 
-    Without `with_reasons` `why` and `passed_over` are incomplete.
+    Args:
+        problem, snapshot, limits, policy, forced, max_sms: as `choose` takes them.
+        quarantined: op and variant to the reason why the library runs in its place.
+        with_reasons: False leaves `why` and `passed_over` incomplete, which take longer than a call may.
+
+    Raises:
+        InfeasibleError: the policy does not admit the library in the place of a quarantined variant.
     """
     kernels.discover()
     catalog = Registered(limits, source_hash_of)
-    return choose(snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms, with_reasons=with_reasons)
+    decision = choose(
+        snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms, with_reasons=with_reasons
+    )
+    reason = quarantined.get((problem.op, decision.candidate.variant))
+    if reason is None:
+        return decision
+    if not admits_library(policy, problem.op):
+        raise InfeasibleError(f"{decision.candidate}: {reason}, and numerics={policy!r} does not admit the library")
+    return library_instead(decision, reason)
+
+
+def library_instead(decision: Decision, reason: str) -> Decision:
+    """The library in the place of a decision whose candidate does not run, for `reason`."""
+    passed_over = ((str(decision.candidate), reason), *decision.passed_over)
+    library = Candidate.of(decision.candidate.op, "library", {})
+    why = f"the library: {decision.candidate} was chosen, but {reason}"
+    return Decision(candidate=library, source="library", why=why, passed_over=passed_over)
+
+
+def deciding(
+    communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
+) -> Callable[..., Decision]:
+    """`decide` for a group as it is now, with `with_reasons` left to the caller; it holds no group.
+
+    Raises:
+        InfeasibleError: TUNEDCOMM_MODE=off, and the policy does not admit the library.
+    """
+    check_policy(policy)
+    check_limit("max_sms", max_sms, "SMs")
+    forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
+    if forced is None and communicator.settings.mode == "off":
+        check_library(problem, policy, "TUNEDCOMM_MODE=off")
+        forced = Candidate.of(problem.op, "library", {})
+    return partial(
+        decide, problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced, max_sms=max_sms,
+        quarantined=dict(communicator.quarantined),
+    )  # fmt: skip
 
 
 def beside_ordered(
@@ -106,3 +155,13 @@ def check_policy(policy: NumericsPolicy | None) -> None:
     """Raise UnsupportedInputError for an unknown numerics policy; None stands for the one in force."""
     if policy is not None and policy not in settings.POLICIES:
         raise UnsupportedInputError(f"numerics={policy!r} is not a policy; allowed: {', '.join(settings.POLICIES)}")
+
+
+def check_library(problem: Problem, policy: NumericsPolicy, why: str) -> None:
+    """Refuse to run the library where the policy does not admit it.
+
+    Raises:
+        InfeasibleError: the library would have to serve, for the reason `why`.
+    """
+    if not admits_library(policy, problem.op):
+        raise InfeasibleError(f"numerics={policy!r} does not admit the library, which would serve {problem}: {why}")
