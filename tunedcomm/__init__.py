@@ -16,13 +16,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from tunedcomm.dispatch.agreement import Agreement as Agreement
+    from tunedcomm.dispatch.agreement import check_agreement as check_agreement
+    from tunedcomm.dispatch.agreement import force as force
     from tunedcomm.dispatch.communicator import Communicator as Communicator
     from tunedcomm.dispatch.groups import get_communicator as get_communicator
     from tunedcomm.dispatch.groups import release_communicator as release_communicator
     from tunedcomm.dispatch.groups import release_communicators as release_communicators
-    from tunedcomm.dispatch.plans import Agreement as Agreement
-    from tunedcomm.dispatch.plans import check_agreement as check_agreement
-    from tunedcomm.dispatch.plans import force as force
     from tunedcomm.integrations.fusion import FusionPass as FusionPass
     from tunedcomm.integrations.fusion import fusion_pass as fusion_pass
     from tunedcomm.integrations.intercept import install as install
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
 
 # Module to its public names, for use at run time; type checkers read the imports above.
 _HOMES = {
+    "dispatch.agreement": "Agreement check_agreement force",
     "dispatch.communicator": "Communicator",
     "dispatch.groups": "get_communicator release_communicator release_communicators",
-    "dispatch.plans": "Agreement check_agreement force",
     "integrations.fusion": "FusionPass fusion_pass",
     "integrations.intercept": "install intercept uninstall",
     "integrations.serving": "ServingAllReduce",

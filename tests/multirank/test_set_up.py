@@ -298,7 +298,7 @@ def test_memory_of_destroyed_groups(rank: int) -> None:
 
 _FILES = tuple(
     str(Path(tunedcomm.__file__).parent / name)
-    for name in ("symm/", "dispatch/agreement.py", "dispatch/communicator.py", "dispatch/groups.py")
+    for name in ("symm/", "dispatch/group_settings.py", "dispatch/communicator.py", "dispatch/groups.py")
 )
 
 

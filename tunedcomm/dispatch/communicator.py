@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,8 @@ from tunedcomm.db.layers import Layer, LayerFingerprint, differences, layer_fing
 from tunedcomm.db.misses import Counter, Note
 from tunedcomm.db.sidecar import with_checks
 from tunedcomm.db.targets import warn_once
-from tunedcomm.dispatch.agreement import (
-    AgreedSettings,
-    agree,
-    first_difference,
-    make_memory_everywhere,
-    on_every_rank,
-    policies,
-)
 from tunedcomm.dispatch.compare import fault_of, fresh_copies, norm_of_input
+from tunedcomm.dispatch.group_settings import AgreedSettings, policies
 from tunedcomm.dispatch.launches import (
     SHARE_OF_EAGER,
     LaneOrder,
@@ -70,9 +63,9 @@ from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, Variant, admits_library, get_variant
 from tunedcomm.state import clean_thread
-from tunedcomm.symm.buffer import SymmetricBuffer
+from tunedcomm.symm.buffer import SymmetricBuffer, by_reason
 from tunedcomm.symm.control import Control
-from tunedcomm.symm.exchange import AFTERWARDS, exchange, leave, set_up
+from tunedcomm.symm.exchange import AFTERWARDS, agree, exchange, first_difference, leave, on_every_rank, set_up
 from tunedcomm.symm.layout import LaneLayout, limits_for
 from tunedcomm.symm.nodes import (
     NodeGroups,
@@ -87,6 +80,7 @@ from tunedcomm.symm.ring import HostRing
 from tunedcomm.symm.workspace import Workspace
 
 logger = logging.getLogger("tunedcomm")
+T = TypeVar("T")
 
 # Attributes of a communicator that reach its process group.
 _HOLD_GROUPS = (
@@ -300,21 +294,21 @@ class Communicator:
         self.ring: HostRing | None = None
         shared: Control | None = None
         if len(set(self.nodes)) == 1 < self.world_size:
-            shared = make_memory_everywhere(
+            shared = _make_memory_everywhere(
                 self.group, lambda: Control.share(self.group, self.device, timeout_ns=timeout_ns)
             )
         control = self.control = shared or Control.alone(self.rank)
         if limits.host_cores and shared:
-            self.ring = make_memory_everywhere(self.group, lambda: HostRing(self.group, control))
+            self.ring = _make_memory_everywhere(self.group, lambda: HostRing(self.group, control))
         if limits.host_cores and self.ring is None:
             limits = replace(limits, host_cores=0, symmetric=False)
         if limits.symmetric and shared:
             without = "kernels are left out" if self.ring else "every call goes to the library"
-            self.workspace = make_memory_everywhere(
+            self.workspace = _make_memory_everywhere(
                 self.group, lambda: Workspace(self.group, self.device, layout, control), without=without
             )
         if limits.ranks_per_node and limits.ranks_per_node == ranks_per_node(self.nodes):
-            self.node_groups = make_memory_everywhere(
+            self.node_groups = _make_memory_everywhere(
                 self.group,
                 lambda: make_node_groups(self.group, self.nodes, self.device, layout, timeout_ns=timeout_ns),
             )
@@ -720,6 +714,29 @@ class Communicator:
         self.control.check()
         if self.nan_watch is not None:
             self.nan_watch.check()
+
+
+def _make_memory_everywhere(
+    group: dist.ProcessGroup, make: Callable[[], T], *, without: str = "every call goes to the library"
+) -> T | None:
+    """Symmetric memory, or None on every rank if any rank could not have it; rank 0 warns of it, with the reason.
+
+    Args:
+        group: process group.
+        make: makes the memory; collective.
+        without: the consequence in words, for the warning.
+    """
+    failure: str | None = None
+    made: T | None = None
+    try:
+        made = make()
+    except WorkspaceError as error:
+        failure = str(error)
+    if failed := by_reason(exchange(group, failure)):
+        if dist.get_rank(group) == 0:
+            warn_once(f"no symmetric memory, {without}: {failed}")
+        return None
+    return made
 
 
 def left_by(what: str, error: BaseException) -> str:

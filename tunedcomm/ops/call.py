@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
-from tunedcomm.dispatch.agreement import policies
 from tunedcomm.dispatch.communicator import Communicator, PlanKey, current, on_drop, on_forget
 from tunedcomm.dispatch.decide import check_library, check_limit, check_policy
+from tunedcomm.dispatch.group_settings import policies
 from tunedcomm.dispatch.groups import end_group, get_communicator
 from tunedcomm.dispatch.plans import Plan, library_plan, plan_for
 from tunedcomm.dispatch.queue import is_putting_off, when_due

@@ -17,15 +17,16 @@ import copy
 import pickle
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store, default_pg_timeout
 
-from tunedcomm.errors import GroupAbortedError, GroupError, PeerTimeoutError
+from tunedcomm.errors import AgreementError, GroupAbortedError, GroupError, PeerTimeoutError
 from tunedcomm.hardware import kernel_identity, process_start, this_process
 
+T = TypeVar("T")
 _PIECE_BYTES = 4 << 20  # TCPStore takes 8 MiB a key
 _FIRST_SLEEP_S, _SLEEP_GROWTH, _MAX_SLEEP_S = 0.00005, 1.3, 0.01
 _SLEEP_PER_RANK_S = 0.0001  # one server answers all that wait
@@ -244,6 +245,67 @@ def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
     """
     with set_up(group, anew=False):
         return _epochs[group].exchange(value)
+
+
+def on_every_rank(group: dist.ProcessGroup, what: str, make: Callable[[], T]) -> list[T]:
+    """`make()` of every rank, by rank.
+
+    Raises:
+        Exception: what the caller's own `make` raised, once the other ranks know: they would wait for it.
+        AgreementError: another rank's `make` raised.
+    """
+    made, failure = None, None
+    try:
+        made = make()
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error
+    everyone = exchange(group, (made, failure and f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        with contextlib.suppress(AttributeError):
+            failure.ends_group = False  # type: ignore[attr-defined]  # every rank raises
+        try:
+            raise failure
+        finally:
+            # A frame that holds its own exception is a cycle: it would keep the group alive to the very end of the
+            # interpreter, which gloo's threads then abort.
+            failure = None
+    for rank, (_, text) in enumerate(everyone):
+        if text:
+            raise AgreementError(f"rank {rank} of the group could not {what}: {text}")
+    return [value for value, _ in everyone]
+
+
+def agree(group: dist.ProcessGroup, what: str, make: Callable[[], T], fields_of: Callable[[T], Mapping[str, Any]]) -> T:
+    """`make()`, whose fields must be equal on every rank.
+
+    Raises:
+        Exception: what the caller's own `make` raised.
+        AgreementError: another rank's `make` raised, or a field differs; the text names the first that does.
+    """
+    made: list[T] = []
+
+    def make_fields() -> Mapping[str, Any]:
+        made.append(make())
+        return fields_of(made[0])
+
+    everyone = on_every_rank(group, f"find out its {what}", make_fields)
+    if difference := first_difference(everyone):
+        raise AgreementError(
+            f"the ranks of the group differ in {what}: {difference}; set the same TUNEDCOMM_* variables and install "
+            "the same version and packages on every rank"
+        )
+    return made[0]
+
+
+def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """The first value in which a rank differs from rank 0, in words; "" if none does."""
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        for name in sorted({*other, *first}):
+            if name not in first or name not in other or first[name] != other[name]:
+                one, two = (repr(values[name]) if name in values else "not there" for values in (first, other))
+                return f"{name} is {one} on rank 0 and {two} on rank {rank}"
+    return ""
 
 
 def register_subgroup(group: dist.ProcessGroup, parent: dist.ProcessGroup, members: Sequence[int], name: str) -> None:
