@@ -392,7 +392,8 @@ def check_borrowed(communicator: Communicator) -> tuple[Check, ...]:
     """Check all that the group borrows from other hardware, ahead of first calls; collective.
 
     Returns:
-        The checks of this machine so far; one outcome for each problem with borrowed rows, in both call modes on GPUs.
+        The checks of this machine so far, of both call modes on GPUs: no first call of a problem with borrowed rows
+        needs another one.
     """
     stored = {row.problem for row in communicator.snapshot.rows if row.borrowed}
     modes: tuple[Mode, ...] = ("graph", "eager") if communicator.device.type == "cuda" else ("eager",)

@@ -235,12 +235,17 @@ def test_checks_decide_what_is_borrowed() -> None:
 
 
 def test_programs_whose_sizes_never_repeat_do_not_pay_for_ever() -> None:
-    checks = [checked("passed", problem(4096 * n)) for n in range(1, 64)]
-    held, asked = snapshot([lent("lamport", 5.0)]).with_checks(*checks), problem(4096 * 100)
-    assert held.is_unchecked(asked, candidate("lamport"), "current")
+    asked, lamport = problem(4096 * 100), candidate("lamport")
+    held = snapshot([lent("lamport", 5.0)]).with_checks(*[checked("passed", problem(4096 * n)) for n in (1, 2)])
+    assert held.is_unchecked(asked, lamport, "current")
+    passed = held.with_checks(checked("passed", problem(4096 * 3)))
+    assert not passed.is_unchecked(asked, lamport, "current")
+    for other in (replace(asked, dtype="float16"), replace(asked, mode="eager"), replace(asked, in_place=True)):
+        assert passed.is_unchecked(other, lamport, "current")
+    held = held.with_checks(*[checked("slower", problem(4096 * n)) for n in range(3, 64)])
+    assert held.is_unchecked(asked, lamport, "current")
     held = held.with_checks(checked("slower", problem(4096 * 64)))
-    assert not held.is_unchecked(asked, candidate("lamport"), "current")
-    assert held.is_unchecked(replace(asked, dtype="float16"), candidate("lamport"), "current")
+    assert not held.is_unchecked(asked, lamport, "current")
 
 
 def test_checks_are_part_of_a_snapshots_digest() -> None:

@@ -2,7 +2,8 @@
 
 The rows of other hardware say which candidate is probably best; ops with a `shape_reach` also run kernels where nothing
 near was measured. That such a candidate is right here, and faster than the library here, is found out at the first call
-of each problem, outside of captures, by all ranks of the group together:
+of a problem, outside of captures, by all ranks of the group together; after three problems of a family that it passed,
+no further one is checked:
 
 1. All ranks bind the candidate and make the op's own samples, of at most `_MOST_BYTES`. They vote, and nothing is
    launched unless every rank is ready. Rank 0 notes that the check begins: if it ends the process, the next start does

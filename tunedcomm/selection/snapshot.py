@@ -96,8 +96,8 @@ class Failure:
     status: str
 
 
-# Problems of one dtype at which a borrowed candidate is checked.
-_ENOUGH_CHECKS = 64
+# Problems of one dtype at which a borrowed candidate is checked, and how many of one family are enough if it passes.
+_MAX_CHECKS, _ENOUGH_PASSED = 64, 3
 CheckStatus: TypeAlias = Literal["passed", "slower", "failed", "skipped"]
 
 
@@ -233,10 +233,15 @@ class Snapshot:
     def is_unchecked(self, problem: Problem, candidate: Candidate, source_hash: str) -> bool:
         """True if a borrowed candidate must be checked before its first call at `problem`.
 
-        After `_ENOUGH_CHECKS` problems further ones need none: programs whose sizes never repeat must not pay for ever.
+        Once it has passed at `_ENOUGH_PASSED` problems of the family, or was checked at `_MAX_CHECKS`, further ones need
+        no check: programs whose sizes never repeat must not pay for one at each size.
         """
         known = self._checks.get((candidate, source_hash, problem.dtype), {})
-        return len(known) < _ENOUGH_CHECKS and self.check_of(problem, candidate, source_hash) is None
+        if len(known) >= _MAX_CHECKS or self.check_of(problem, candidate, source_hash) is not None:
+            return False
+        family = problem.family
+        passed = sum(each.status == "passed" and each.problem.family == family for each in known.values())
+        return passed < _ENOUGH_PASSED
 
     def was_checked(self, candidate: Candidate, source_hash: str, dtype: str) -> bool:
         """True if the candidate was checked at some problem of the dtype."""
