@@ -8,6 +8,8 @@ which decides, binds and launches, and once by the library, bound before; in tur
 Times are of the slowest rank, on GPUs from call to return. On CPUs they are CPU time of the calling thread, for ranks
 that share cores wait for each other.
 
+`--profile` says where the host time of the tuned calls goes.
+
 Columns: op, gpu, world_size, contender (tuned, library), sizes, percentiles in ms, compiled (binaries that the calls
 compiled or loaded), host_mib (growth of the process's private memory), device_mib (growth of what the GPU has in use);
 memory and binaries are of both contenders.
@@ -15,6 +17,9 @@ memory and binaries are of both contenders.
 
 from __future__ import annotations
 
+import contextlib
+import cProfile
+import pstats
 import random
 import statistics
 import time
@@ -86,7 +91,9 @@ def timed_ms(call: Callable[[], object], device: torch.device) -> float:
     return 1e3 * (clock() - begin)
 
 
-def measure(spec: OpSpec, communicator: Communicator, num_sizes: int, seconds: float) -> list[dict[str, object]]:
+def measure(
+    spec: OpSpec, communicator: Communicator, num_sizes: int, seconds: float, profile: cProfile.Profile | None
+) -> list[dict[str, object]]:
     """Rows of an op."""
     draw, device = random.Random(spec.name), communicator.device
     path = next(path for path in paths.values() if path.adapter.op == spec.name)
@@ -113,7 +120,8 @@ def measure(spec: OpSpec, communicator: Communicator, num_sizes: int, seconds: f
             "library": lambda: launch_library(tensors, outputs, stream),  # noqa: B023 - called at once
         }
         for contender in sorted(calls, reverse=number % 2 == 0):
-            spent = timed_ms(calls[contender], device)
+            with profile if profile and contender == "tuned" and number >= 0 else contextlib.nullcontext():
+                spent = timed_ms(calls[contender], device)
             if number >= 0:
                 times[contender].append(spent)
     binaries = launch._compile.cache_info().misses - binaries
@@ -134,16 +142,19 @@ def measure(spec: OpSpec, communicator: Communicator, num_sizes: int, seconds: f
 
 
 def main() -> None:
-    args = arguments(__doc__, csv=None, op=[], sizes=150, seconds=10.0)
+    args = arguments(__doc__, csv=None, op=[], sizes=150, seconds=10.0, profile=False)
     join_group()
     communicator = tunedcomm.get_communicator()
     for spec in ops().values():
         if args.op and spec.name not in args.op:
             continue
-        rows = measure(spec, communicator, args.sizes, args.seconds)
+        profile = cProfile.Profile() if args.profile else None
+        rows = measure(spec, communicator, args.sizes, args.seconds, profile)
         if communicator.rank == 0:
             for row in rows:
                 print(*row.values(), flush=True)
+            if profile is not None:
+                pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
             if args.csv is not None:
                 run = of_run(communicator.environment)
                 del run["gpu"]
