@@ -1,13 +1,14 @@
 """Time ep_dispatch with ep_combine in CUDA graphs: both together, and each alone.
 
-    torchrun --nproc-per-node 2 bench/experts.py --tokens 1 16 64 128 1024 4096 --flashinfer
+    torchrun --nproc-per-node 2 bench/experts.py --tokens 1 16 64 128 1024 4096 --peers bench/peers/flashinfer.py
 
 For each number of tokens a rank and kind (layout `tokens`, the same in buffers, layout `contiguous` with sums of each
 rank's experts): the defaults of the variants, and with --configs other grids around them. In the last kind weights
-travel with the ids, or, where the dispatch's variant does not take them, in an all_gather of the pair. With
---flashinfer FlashInfer's exchange takes turns with each fastest pair; it delivers tokens in its workspace, unsorted,
-and reads results there. Calls of a graph take turns over two slots, as a program's layers do. Routing is random: --topk
-of --experts. The slowest rank's median counts. Prints the fastest of each variant and both together.
+travel with the ids, or, where the dispatch's variant does not take them, in an all_gather of the pair. The exchanges of
+--peers (bench/peers/flashinfer.py, bench/peers/deepep.py) take turns with each fastest pair. Both deliver tokens
+unsorted, FlashInfer's in its workspace, where it reads results too, DeepEP's in new tensors. Calls of a graph take
+turns over two slots, as a program's layers do. Routing is random: --topk of --experts. The slowest rank's median
+counts. Prints the fastest of each variant and both together.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import itertools
 import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ KINDS = {
     ),
     "contiguous": (("contiguous", ("lamport", "push", "two_phase")), ("rank", BY_TOKEN)),
 }
-FLASHINFER = Path(__file__).parent / "peers" / "flashinfer.py"
 AXES: dict[str, tuple[Any, ...]] = {
     "num_blocks": (16, 32, 64, 128, 256), "num_warps": (2, 4, 8, 16), "split": (1, 2, 4, 8), "items": (1, 2, 4),
     "chunk_tokens": (64, 256, 1024),
@@ -107,12 +106,14 @@ def weights_of_all(communicator: Communicator, numel: int, stream: torch.cuda.St
     return lambda turn: launch(inputs[turn % 2], outputs[turn % 2], stream.cuda_stream)
 
 
-def flashinfers(problem: Problem, communicator: Communicator, stream: torch.cuda.Stream) -> Callable[[int], None]:
-    """FlashInfer's dispatch and combine of such tokens, ids and weights."""
+def by_peer(
+    adapter: dict[str, Any], problem: Problem, communicator: Communicator, stream: torch.cuda.Stream
+) -> Callable[[int], None]:
+    """Another project's dispatch and combine of such tokens, ids and weights."""
     by_token = replace(problem, layout="tokens", input_kind="plain")
     inputs, _ = prepared(communicator, by_token)
-    pair = runpy.run_path(str(FLASHINFER))["experts_pair"](by_token, communicator.device)
-    given = [(x, ids.int(), weights.contiguous()) for x, ids, weights in inputs]
+    pair = adapter["experts_pair"](by_token, communicator.device)
+    given = [(x, ids.to(adapter["IDS"]), weights.contiguous()) for x, ids, weights in inputs]
 
     def call(turn: int) -> None:
         with torch.cuda.stream(stream):
@@ -130,13 +131,14 @@ def main() -> None:
         topk=8,
         experts=256,
         configs=False,
-        flashinfer=False,
+        peers=[],
         csv=None,
     )
     device = join_group()
     kernels.discover()
     communicator = get_communicator(None, device)
     stream = torch.cuda.Stream(device)
+    adapters = [runpy.run_path(path) for path in options.peers]
     rows: list[dict[str, Any]] = []
     for count, kind in itertools.product(options.tokens, KINDS):
         shape = (count, options.hidden, options.topk, options.experts)
@@ -191,8 +193,8 @@ def main() -> None:
         if kind == "contiguous" and fastest["ep_dispatch"][1].variant not in WITH_WEIGHTS:
             pair.insert(1, weights_of_all(communicator, count * options.topk, stream))
         contenders = {"both": timed(*pair)}
-        if options.flashinfer:
-            contenders["FlashInfer"] = timed(flashinfers(problems["ep_dispatch"], communicator, stream))
+        for adapter in adapters:
+            contenders[adapter["NAME"]] = timed(by_peer(adapter, problems["ep_dispatch"], communicator, stream))
         together = slowest(times_in_turn(list(contenders.values()), ROUNDS, stream))
         for name, latency in zip(contenders, together, strict=True):
             rows.append(row_of(problems["ep_combine"], f"{kind} {name}", "", latency))

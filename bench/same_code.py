@@ -6,7 +6,7 @@
 For each distinct (problem, variant, config) of the rows that are current in either tree, each tree binds and launches
 the variant in a process of its own, without a GPU: memory, streams and torch's devices are stand-ins. What is recorded:
 
-- each kernel that is bound: compile options, constants and grid;
+- each kernel that is bound: compile options and grid, and constants where its source is the same in both trees;
 - each launch's arguments in order, where addresses have names, such as `in0`, `status+6` or `lane.graph.rank1+64`;
 - copies, events, collectives and what torch is asked to compute, in order;
 - `num_blocks`, `num_rounds`, `infeasible`, the variant's version and numerics, and every variant's `default` config.
@@ -178,8 +178,7 @@ def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     def bind_kernel(request: Any, grid: int, device: Any) -> Any:
         number = len(recorder.requests)
         recorder.requests.append(request)
-        options = {**options_of(request), "constants": dict(request.constants)}
-        recorder.calls.bind(number, options, grid, str(device))
+        recorder.calls.bind(number, options_of(request), grid, str(device))
 
         def fix(arguments: Sequence[int | None]) -> Callable[..., None]:
             names = [name for name in request.resolve().arg_names if name not in dict(request.constants)]
@@ -412,6 +411,7 @@ def described(asked: Mapping[str, Any]) -> dict[str, Any]:
         found["unbound"] = f"{type(error).__name__}: {str(error)[:200]}"
     alone = (dataclasses.replace(variant, kernels=(request.resolve(),), version=1) for request in requests)
     found["kernels"] = [kernels.source_hash(one) for one in alone]
+    found["constants"] = [dict(request.constants) for request in requests]
     if asked.get("ptx"):
         try:
             found["ptx"] = [code_of(request, asked["environment"]["compute_capability"]) for request in requests]
@@ -421,9 +421,9 @@ def described(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(request: Any) -> dict[str, Any]:
-    """The options of a request, without the kernel's name."""
+    """The options of a request, without the kernel's name and constants."""
     names = (f.name for f in dataclasses.fields(request))
-    return {name: getattr(request, name) for name in names if name not in ("module", "function")}
+    return {name: getattr(request, name) for name in names if name not in ("module", "function", "constants")}
 
 
 def answer() -> None:
@@ -468,6 +468,8 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
             return f"event {number}: was {was}, is {now}"
     if len(old) != len(new):
         return f"there were {len(old)} events and are {len(new)}"
+    if before["kernels"] == after["kernels"] and before["constants"] != after["constants"]:
+        return f"constants: were {before['constants']}, are {after['constants']}"
     if "ptx" in before and "ptx" in after and before["ptx"] != after["ptx"]:
         return "a kernel compiles to other code"
     return None

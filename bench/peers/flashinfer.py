@@ -15,6 +15,8 @@ import torch
 from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, need_rendezvous
 from tunedcomm.spec import ITEMSIZE, Problem
 
+NAME = "FlashInfer"  # in bench/experts.py
+IDS = torch.int32
 LARGEST_HIDDEN = 8192
 PACKET_BYTES = 16
 LARGEST_BYTES = 64 << 20  # its workspace is several times as large

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -89,10 +90,10 @@ def test_both_lanes_run_beside_each_other_with_small_grids() -> None:
 
 
 FAKES = ROOT / "tests" / "data" / "fake_peers"
-ALL = ("flashinfer", "helion", "kraken", "triton_distributed")
+ALL = ("deepep", "flashinfer", "helion", "kraken", "triton_distributed")
 # Op and shape to the peers that have an adapter for it.
 CASES = {
-    ("all_reduce", "4096"): set(ALL),
+    ("all_reduce", "4096"): set(ALL) - {"deepep"},
     ("all_gather", "1024"): {"kraken"},
     ("all_reduce_bias", "4x256"): {"kraken"},
     ("all_reduce_rms_norm", "4x256"): {"flashinfer"},
@@ -148,6 +149,31 @@ def test_peers_run_beside_the_library(mode: str) -> None:
             assert ("gemm" in op) == (row["ceiling_share"] is None)  # of a GEMM only beside the GEMM alone
         assert {one["peer"] for one in left_out} == set(ALL) - expected
         assert left_out == other[op, shape][1]
+
+
+def exchange(rank: int, world_size: int) -> tuple[bool, str]:
+    """Whether DeepEP's pair, by its stand-in, sends each token to its experts' ranks and back; its refusal of fp32."""
+    sys.path.insert(0, str(FAKES))
+    import torch
+
+    from tunedcomm.peers import LeftOut
+    from tunedcomm.spec import Problem
+
+    adapter = runpy.run_path(str(ROOT / "bench" / "peers" / "deepep.py"))
+    problem = Problem("ep_dispatch", (6, 64, 2, 8), "bfloat16", world_size, reduction="", layout="tokens")
+    x = torch.arange(6 * 64).reshape(6, 64).add(rank).bfloat16()
+    ids = torch.tensor([[0, 1], [0, 7], [4, 5], [3, 4], [7, 6], [2, 3]], dtype=adapter["IDS"])
+    came = adapter["experts_pair"](problem, x.device)((x, ids, torch.ones(6, 2)))
+    with pytest.raises(LeftOut) as refused:
+        adapter["experts_pair"](replace(problem, dtype="float32"), x.device)
+    num_ranks = (ids // 4).eq(0).any(1).int() + (ids // 4).eq(1).any(1)
+    return torch.equal(came, (x.float() * num_ranks[:, None]).bfloat16()), str(refused.value)
+
+
+def test_deepeps_pair_comes_back_once_a_rank() -> None:
+    for is_right, refusal in run_ranks(2, exchange):
+        assert is_right
+        assert "bfloat16" in refusal
 
 
 def measure_plugin(rank: int, world_size: int) -> list[dict[str, Any]]:

@@ -76,8 +76,9 @@ layout = LaneLayout.for_messages(settings.workspace_bytes())
 config = original.space.validate(asked["config"])
 found = {}
 for name, edit in edits.items():
-    events, _ = same_code.launch_record(Edited(edit), spec.get_op("all_reduce"), problem, config, layout)
-    found[name] = {**same_code.described(asked), "events": events}
+    events, requests = same_code.launch_record(Edited(edit), spec.get_op("all_reduce"), problem, config, layout)
+    constants = [dict(request.constants) for request in requests]
+    found[name] = {**same_code.described(asked), "events": events, "constants": constants}
 print(json.dumps(found))
 """
 ANSWER: Mapping[str, Any] = {
@@ -91,6 +92,7 @@ ANSWER: Mapping[str, Any] = {
     "asked": ["a"],
     "events": [["bind", 0, {"num_warps": 4}, 8], ["launch", 0, "stream", ["in0", "out0"]]],
     "kernels": ["k"],
+    "constants": [{"BLOCK": 64}],
 }
 
 
@@ -110,8 +112,8 @@ def test_edits_of_host_code_are_noticed(edited: dict[str, dict[str, Any]]) -> No
     same = edited["nothing"]
     assert any(event[0] == "launch" and "in0" in event[3] for event in same["events"])
     assert same_code.difference(same, copy.deepcopy(same)) is None
-    for edit in ("grid", "arguments", "constant"):
-        assert "event" in same_code.difference(same, edited[edit])
+    for edit, word in (("grid", "event"), ("arguments", "event"), ("constant", "constants")):
+        assert word in same_code.difference(same, edited[edit])
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,7 @@ def test_edits_of_host_code_are_noticed(edited: dict[str, dict[str, Any]]) -> No
         ({"events": ANSWER["events"][:1]}, "events"),
         ({"failed": "CompilationError: at 1:0"}, "CompilationError"),
         ({"unbound": "RuntimeError"}, "one tree alone"),
+        ({"constants": [{"BLOCK": 32}]}, "constants"),
     ],
 )
 def test_anything_else_that_differs_is_told(change: Mapping[str, Any], why: str) -> None:
@@ -137,6 +140,8 @@ def test_other_code_is_told_and_names_and_numbers_are_not_code() -> None:
     assert same_code.normalised(one) == same_code.normalised(other)
     assert same_code.normalised(one) != same_code.normalised(one.replace("%r7", "%r4"))
     assert "other code" in same_code.difference({**ANSWER, "ptx": ["a"]}, {**ANSWER, "ptx": ["b"]})
+    renamed = {**ANSWER, "kernels": ["l"], "constants": [{"BLOCK": 64, "WIDE": False}]}
+    assert same_code.difference({**ANSWER, "ptx": ["a"]}, {**renamed, "ptx": ["a"]}) is None, "PTX decides"
 
 
 def test_equal_rows_take_the_new_hash_and_others_stay(
