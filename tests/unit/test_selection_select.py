@@ -323,6 +323,13 @@ def test_between_two_sizes_both_bound_what_is_expected() -> None:
     assert chosen(rows, problem(4098))[1] == "two_shot", "one_shot is on the edge of a step here"
 
 
+def test_a_config_measured_at_the_smaller_size_alone_takes_twice_as_long_for_twice_as_much() -> None:
+    rows = [*curve("one_shot", {4096: 3.0}, LIBRARY), *curve("two_shot", {4096: 5.0, 16384: 6.0}, LIBRARY)]
+    decision = decide(rows, problem(8192))
+    assert (decision.candidate, decision.runner_up) == (candidate("two_shot"), candidate("one_shot"))
+    assert decision.runner_up_us == pytest.approx(6.0)
+
+
 def test_nothing_is_extrapolated_beyond_a_factor_of_two() -> None:
     rows = curve("one_shot", {4096: 4.0, 16384: 5.0})
     for size in (2048, 32768):

@@ -173,11 +173,10 @@ class _Line:
 
     def expected(self, weight: float, doubled: float, shrink: float, growth: float) -> float:
         """The latency that is predicted at `weight`; `doubled` is the place of twice the size."""
-        if self._logs is None:
+        at_size, at_double = self.at(weight), self.at(doubled)
+        if at_size is None or at_double is None:
             return self.low * growth if self.low is not None else (self.high or 0.0) * shrink
-        low, high = self._logs
-        at_double = math.exp((1 - doubled) * low + doubled * high)
-        return max(math.exp((1 - weight) * low + weight * high), min(at_double * shrink, (self.low or 0.0) * growth))
+        return max(at_size, min(at_double * shrink, (self.low or 0.0) * growth))
 
 
 class _Joining:

@@ -233,8 +233,8 @@ class Snapshot:
     def is_unchecked(self, problem: Problem, candidate: Candidate, source_hash: str) -> bool:
         """True if a borrowed candidate must be checked before its first call at `problem`.
 
-        Once it has passed at `_ENOUGH_PASSED` problems of the family, or was checked at `_MAX_CHECKS`, further ones need
-        no check: programs whose sizes never repeat must not pay for one at each size.
+        Once it has passed at `_ENOUGH_PASSED` problems of the family, or was checked at `_MAX_CHECKS`, no further one
+        needs a check: programs whose sizes never repeat must not pay for one at each size.
         """
         known = self._checks.get((candidate, source_hash, problem.dtype), {})
         if len(known) >= _MAX_CHECKS or self.check_of(problem, candidate, source_hash) is not None:
