@@ -2,7 +2,7 @@
 
 `rekeyed.csv` lists (op, variant, old, new). Readers translate what they read (`current_hash`), so that databases which
 cannot be written serve as well; Alembic's data revisions translate writable ones (`rekey_rows`). A later replacement
-adds its lines to the file and a data revision that calls `rekey_rows` again.
+adds its lines to the file; the next data revision writes the new hashes down.
 """
 
 from __future__ import annotations

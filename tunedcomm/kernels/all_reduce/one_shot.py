@@ -1,4 +1,4 @@
-"""one_shot: every rank reads all ranks' inputs and sums them itself; one flag exchange a block.
+"""one_shot, one_shot_fp32: every rank reads all ranks' inputs and sums them itself; one flag exchange a block.
 
 Plain input: each rank copies its input into its own one-shot area, the blocks exchange flags, and everybody reads
 everybody's copy. Two areas take turns, so no flag is needed at the end: a rank writes an area again only in the call
@@ -6,6 +6,8 @@ after the next flagged call, in which it waited for peers that had finished read
 
 Symmetric input (out of place): peers read the input itself, so flags are exchanged before (the inputs are there) and
 after (nobody reads any more; the caller may overwrite its input).
+
+`one_shot_fp32` gives fp32 sums of 16-bit floats; the last step alone differs.
 
 Numerics: ordered; loads are issued for all ranks at once and added in rank order. Graph-safe.
 Source: the one-shot scheme of NCCL-free serving stacks and PyTorch's symmetric memory operators.
@@ -27,10 +29,11 @@ from tunedcomm.kernels.common.lane import (
     shifted,
     write_counter,
 )
-from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
+from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import PullVariant
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.kernels.common.wide import write_sum
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 
 
@@ -39,7 +42,7 @@ def one_shot_kernel(
     x, out, numel, local, peers, rank, timeout_ns, status,
     input_peers, area, area_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
+    BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Publish the own input, exchange flags, read all ranks' packets and sum.
 
@@ -78,8 +81,8 @@ def one_shot_kernel(
                 words = words + read_elements(source, packet, numel, mask & (rank != i), WIDTH, TAIL)
             else:
                 words = words + load_packets(source + packet * 16, mask & (rank != i))
-        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, TAIL)
+        words = insert_own(words, own, rank, WORLD_SIZE)
+        write_sum(words, out, packet, numel, mask, WORLD_SIZE, DTYPE, WIDTH, AVG, TAIL, WIDE)
     if SYMMETRIC:
         # 4. Exchange flags. Orders the peers' reads of this rank's input before whatever follows this kernel.
         exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
@@ -104,3 +107,12 @@ class OneShot(PullVariant, AllReduceVariant, registered=True):
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return refuse_one_shot(problem, limits)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "WIDE": self.wide}
+
+
+class OneShotWide(OneShot, registered=True):
+    name = "one_shot_fp32"
+    summary = "fp32 sums of 16-bit floats: every rank reads all inputs and sums them; one exchange of flags"
+    wide = True

@@ -1,11 +1,14 @@
-"""Sums of 16-bit floats that are written as fp32 and never rounded between: two packets of results for one of input."""
+"""Sums of packets, written in the payload's dtype, or as fp32: two packets of results for one of 16-bit floats.
+
+fp32 results of 16-bit floats are never rounded between, and have the bits of a sum of inputs converted to fp32.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.packets import widen, write_elements
+from tunedcomm.kernels.common.packets import sum_packets, widen, write_elements
 from tunedcomm.kernels.common.sync import SENTINEL
 
 
@@ -42,3 +45,17 @@ def write_wide_sum(
         sums = sums + (_wide_mean(low, AVG, WORLD_SIZE), _wide_mean(high, AVG, WORLD_SIZE))  # type: ignore[assignment]
     write_elements(out, 2 * packet, numel, sums[0], sums[1], sums[2], sums[3], mask, 4, TAIL)  # type: ignore[misc]
     write_elements(out, 2 * packet + 1, numel, sums[4], sums[5], sums[6], sums[7], mask, 4, TAIL)  # type: ignore[misc]
+
+
+@triton.jit
+def write_sum(
+    words, out, packet, numel, mask,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Sum the packets in `words` in rank order and write packet `packet` of the result, as fp32 if WIDE."""
+    if WIDE:
+        write_wide_sum(words, out, packet, numel, mask, WORLD_SIZE, DTYPE, AVG, TAIL)
+    else:
+        s0, s1, s2, s3 = sum_packets(words, DTYPE, AVG, WORLD_SIZE)
+        write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, TAIL)

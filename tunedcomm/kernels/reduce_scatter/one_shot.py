@@ -1,4 +1,4 @@
-"""lamport, one_shot, multimem: every chunk goes to its owner, or is read by it, in one piece.
+"""lamport, one_shot, one_shot_fp32, multimem: every chunk goes to its owner, or is read by it, in one piece.
 
 **lamport.** Every rank pushes its chunks to their owners without flags; packets announce themselves. The protocol is
 as in all_reduce's `lamport`, with its two stages and its proof, but rank j is sent chunk j alone, and the own chunk
@@ -8,7 +8,8 @@ never leaves. No chunk is empty, so every peer is sent at least one packet.
 rank copies the other ranks' chunks of its input into its own one-shot area, each from a whole packet on, the blocks
 exchange flags, and everybody reads its chunk of everybody's copy. Symmetric input: peers read the input itself,
 whatever its size. Flags and areas are used as by all_gather's `pull`. Loads are issued for all ranks at once and added
-in rank order.
+in rank order. `one_shot_fp32` gives fp32 sums of 16-bit floats: half of the bytes of an fp32 reduce_scatter cross the
+links.
 
 **multimem.** The switch sums each rank's chunk of all ranks' copies with `multimem.ld_reduce`. The input is copied into
 the scatter area, chunk j from packet j × total on, flags, each rank loads the sums of its chunk through the multicast
@@ -45,13 +46,13 @@ from tunedcomm.kernels.common.packets import (
     mean_packets,
     num_packets,
     packets_of,
-    sum_packets,
     write_elements,
 )
 from tunedcomm.kernels.common.sync import SENTINEL, load_packets, store_packets
 from tunedcomm.kernels.common.variant import MULTIMEM_GRID, PULL_GRID, LamportVariant, PullVariant
+from tunedcomm.kernels.common.wide import write_sum
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
-from tunedcomm.space import Choice, Config, Space
+from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem
 
 
@@ -111,7 +112,7 @@ def one_shot_kernel(
     x, out, numel, local, peers, rank, timeout_ns, status,
     input_peers, area, area_bytes,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
+    BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Publish the peers' chunks, exchange flags, read the own chunk of all ranks and sum.
 
@@ -158,8 +159,7 @@ def one_shot_kernel(
         if not SYMMETRIC:
             own = load_bytes(own_chunk + packet * 16, left, mask, ALIGN)
             words = insert_own(words, own, rank, WORLD_SIZE)
-        s0, s1, s2, s3 = sum_packets(words, DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, mask, WIDTH, ALIGN < 16)
+        write_sum(words, out, packet, numel, mask, WORLD_SIZE, DTYPE, WIDTH, AVG, ALIGN < 16, WIDE)
     if SYMMETRIC:
         # 4. Exchange flags. Orders the peers' reads of this rank's input before whatever follows this kernel.
         exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
@@ -184,6 +184,15 @@ class OneShot(PullVariant, ReduceScatterVariant, registered=True):
             or (None if symmetric else refuse_one_shot(problem, limits, messages=problem.world_size))
             or blocks_and_threads(config, limits, self.work_packets(problem), max_rounds=1 << 16 if symmetric else 8)
         )
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "WIDE": self.wide}
+
+
+class OneShotWide(OneShot, registered=True):
+    name = "one_shot_fp32"
+    summary = "fp32 sums of 16-bit floats: every rank reads its chunk of all inputs; one exchange of flags"
+    wide = True
 
 
 @triton.jit

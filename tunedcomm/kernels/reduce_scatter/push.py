@@ -1,4 +1,4 @@
-"""push: every rank pushes its chunks to their owners' scatter areas piece by piece; best at large sizes.
+"""push, push_fp32: every rank pushes its chunks to their owners' scatter areas piece by piece; best at large sizes.
 
 Chunks are cut into `num_chunks` pieces. The scatter area holds `RING` pieces of every rank, so messages of any size fit
 if they are cut often enough, and the links stay busy while pieces that have arrived are summed.
@@ -17,6 +17,8 @@ Why no area is overwritten from call to call: peers may write the scatter area f
 ends only after all blocks, or all reducers, have waited for flags that the peers raised after their last read: of round
 `num_chunks`, or in the pusher's row. Both ways all flags are at most the epoch at the end, which grows by `num_chunks`
 + 1 on every rank.
+
+`push_fp32` gives fp32 sums of 16-bit floats; the sums alone differ.
 
 Numerics: ordered; rank order whatever the order of arrival. Graph-safe.
 Source: the first half of a two-shot all_reduce; blocks of two kinds as in other libraries' proxy and copy kernels.
@@ -41,6 +43,7 @@ from tunedcomm.kernels.common.packets import (
 )
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant
+from tunedcomm.kernels.common.wide import write_wide_sum
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
@@ -97,7 +100,7 @@ def sum_piece(
 def push_kernel(
     x, out, numel, local, peers, rank, timeout_ns, status, scatter, num_chunks,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """In round c: push piece c, sum piece c − 1. Packets go round the teams: block k, or pusher k and reducer k.
 
@@ -120,6 +123,7 @@ def push_kernel(
     span = ((total + stride - 1) // stride + num_chunks - 1) // num_chunks * stride
     ring = tl.minimum(num_chunks, RING)
     slot_bytes = ring * span * 16
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
     pushes = tl.program_id(0) < num_teams  # all blocks do, where they are not split
     sums = (tl.program_id(0) >= num_teams) if SPLIT and not INTERPRET else pushes
     # Row of flags that a pusher raises: the peers' reducers wait for it.
@@ -140,10 +144,21 @@ def push_kernel(
             await_at(local, reducer, rank, epoch + d + 1, timeout_ns, status, WORLD_SIZE)
             place = local + scatter - (d - d % ring) * span * 16
             end = tl.minimum(total, (d + 1) * span)
-            sum_piece(
-                x, out, numel, place, slot_bytes, first + d * span, end, stride, nbytes, rank,
-                WORLD_SIZE, DTYPE, WIDTH, AVG, ALIGN, BLOCK,
-            )  # fmt: skip
+            if WIDE:  # beside `sum_piece`, for both are compiled as they were measured
+                for start in tl.range(first + d * span, end, stride):
+                    packet = start + offsets
+                    mask = packet < end
+                    own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, mask, ALIGN)
+                    words = ()
+                    for i in tl.static_range(WORLD_SIZE):
+                        words = words + load_packets(place + i * slot_bytes + packet * 16, mask & (rank != i))
+                    words = insert_own(words, own, rank, WORLD_SIZE)
+                    write_wide_sum(words, out, packet, numel, mask, WORLD_SIZE, DTYPE, AVG, ALIGN < 16)
+            else:
+                sum_piece(
+                    x, out, numel, place, slot_bytes, first + d * span, end, stride, nbytes, rank,
+                    WORLD_SIZE, DTYPE, WIDTH, AVG, ALIGN, BLOCK,
+                )  # fmt: skip
             if SPLIT:
                 arrive_at(team, peers, rank, epoch + d + 1, WORLD_SIZE)
     # 3. Wait until every peer has read all of its scatter area that this team fills.
@@ -204,4 +219,10 @@ class Push(RingVariant, ReduceScatterVariant, registered=True):
         return {"num_blocks": blocks, "num_warps": 16, "num_chunks": chunks, "split": large}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {**super().constants(problem, config), "SPLIT": bool(config["split"])}
+        return {**super().constants(problem, config), "SPLIT": bool(config["split"]), "WIDE": self.wide}
+
+
+class PushWide(Push, registered=True):
+    name = "push_fp32"
+    summary = "fp32 sums of 16-bit floats: chunks pushed piece by piece, sums made meanwhile; best at large sizes"
+    wide = True
