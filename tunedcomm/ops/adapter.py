@@ -14,6 +14,7 @@ from tunedcomm.spec import NumericsPolicy, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.dispatch.communicator import Communicator
+    from tunedcomm.dispatch.plans import Plan
 
 Tensors: TypeAlias = tuple[Any, ...]
 Group: TypeAlias = "dist.ProcessGroup | None"
@@ -197,6 +198,15 @@ class OpAdapter(ABC):
     def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
         """The results in a group of one."""
         return inputs[:1]
+
+    def fill_alone(self, communicator: Communicator, inputs: Tensors, targets: Tensors, options: Any) -> None:
+        """Fill the results in a group of one."""
+        for target, value in zip(targets, self.single_rank_result(inputs, options), strict=True):
+            target.copy_(value)
+
+    def extend(self, plan: Plan, communicator: Communicator, inputs: Tensors, signature: CallSignature) -> Plan:
+        """The plan to launch: `plan`, or one that also launches what this op needs before or after it."""
+        return plan
 
     def is_direct(self, inputs: Tensors, options: Any) -> bool:
         """True if kernels write the elements of results in the order in which the caller wants them."""

@@ -122,10 +122,10 @@ def leave(error: BaseException, what: str, x: Any, group: Group) -> None:
 def _num_calls(error: BaseException) -> int:
     """The number of calls that an error has passed through."""
     count, before, frame = 0, None, error.__traceback__
+    serve = CallPath.serve.__code__
     while frame is not None:
         code = frame.tb_frame.f_code
-        is_fast = code.co_filename == FAST_CALL_NAME and before is not CallPath.serve_on_device.__code__
-        count += is_fast or code is CallPath.serve_on_device.__code__
+        count += before is not serve and (code is serve or code.co_filename == FAST_CALL_NAME)
         before, frame = code, frame.tb_next
     return count
 
@@ -300,19 +300,14 @@ class CallPath(Generic[Result]):
         return found
 
     def serve(self, given: CallArguments) -> Result:
-        """`call` for plain tensors, at once, on the tensors' device whichever is current."""
-        x = given.tensors[0]
-        if not isinstance(x, torch.Tensor):
-            check_input(self.adapter.op, x, self._names[0])
-        if x.is_cuda and x.get_device() != current_device():
-            with torch.cuda.device(x.device):
-                return self.serve_on_device(given)
-        return self.serve_on_device(given)
-
-    def serve_on_device(self, given: CallArguments) -> Result:
-        """Try the fast calls of this kind, else check, plan and launch; the tensors' device is the current one."""
+        """Try the fast calls of this kind, else check, plan and launch; the tensors' device need not be current."""
         adapter, (tensors, options, group, numerics, max_sms) = self.adapter, given
         x = tensors[0]
+        if not isinstance(x, torch.Tensor):
+            check_input(adapter.op, x, self._names[0])
+        if x.is_cuda and x.get_device() != current_device():
+            with torch.cuda.device(x.device):
+                return self.serve(given)
         communicator = self.communicator(x, group)
         options = adapter.check_own(options, communicator)
         put_off = is_putting_off()
@@ -389,7 +384,8 @@ class CallPath(Generic[Result]):
         with current(communicator.device):
             policy = communicator.policy(numerics)
             signature = CallSignature(options, (), (), numerics, max_sms, is_capturing(), policy)
-            return self._plan(communicator, inputs, signature, in_place=in_place, symmetric=symmetric)[0]
+            problem = self._problem(communicator, inputs, signature, in_place=in_place, symmetric=symmetric)
+            return self._plan(communicator, problem, signature)[0]
 
     def _aliases(self, tensors: Tensors, *, by_memory: bool = False) -> tuple[int, ...]:
         """For each output the index of the input that it is (whose memory it takes), or −1."""
@@ -432,11 +428,16 @@ class CallPath(Generic[Result]):
             return None
         served = adapter.launch_inputs(inputs)
         if communicator.world_size == 1:
-            for target, value in zip(targets, adapter.single_rank_result(served, signature.options), strict=True):
-                target.copy_(value)
+            adapter.fill_alone(communicator, served, targets, signature.options)
             return None
-        plan = self._plan_and_launch(communicator, served, targets, signature)
-        return plan if served is inputs else None
+        shared = self._aliases((*served, *targets), by_memory=True)
+        problem = self._problem(communicator, served, signature, in_place=shared[0] == 0)
+        plan, kept = self._plan(communicator, problem, signature)
+        plan = adapter.extend(plan, communicator, served, signature)
+        as_they_are = self._launch(communicator, plan, served, targets, shared, signature)
+        # An output that covers its input without being it has no fast call.
+        repeats = kept and adapter.repeats and served is inputs and shared == signature.aliases
+        return plan if repeats and as_they_are else None
 
     def results(
         self, inputs: Tensors, options: Any, world_size: int, numerics: NumericsPolicy | None, max_sms: int | None
@@ -486,9 +487,7 @@ class CallPath(Generic[Result]):
         wanted = self.results(inputs, signature.options, communicator.world_size, signature.numerics, signature.max_sms)
         self._check_outputs(communicator, inputs, outputs, wanted, signature.options)
         in_place = self._aliases((*inputs, *outputs), by_memory=True)[0] == 0
-        symmetric = adapter.is_direct(inputs, signature.options) and communicator.is_symmetric(inputs[0])
-        values = tuple(map(detached, inputs))
-        problem = self._problem(communicator, values, signature.options, in_place=in_place, symmetric=symmetric)
+        problem = self._problem(communicator, tuple(map(detached, inputs)), signature, in_place=in_place)
         return {
             "op": adapter.operator,
             **problem.to_dict(),
@@ -497,22 +496,90 @@ class CallPath(Generic[Result]):
             "max_sms": signature.max_sms,
         }
 
-    def _plan_and_launch(
-        self, communicator: Communicator, inputs: Tensors, targets: Tensors, signature: CallSignature
-    ) -> Plan | None:
-        """Plan and launch; the plan, if it is kept and kernels took all tensors as they are."""
+    def _problem(
+        self,
+        communicator: Communicator,
+        inputs: Tensors,
+        signature: CallSignature,
+        *,
+        in_place: bool,
+        symmetric: bool | None = None,
+    ) -> Problem:
+        """The problem of a call, alike on all ranks.
+
+        Args:
+            communicator, inputs, signature: of the call.
+            in_place: the first output takes the memory of its input.
+            symmetric: peers can address the first input; None: as it is.
+
+        Raises:
+            UnsupportedInputError: peers can address it, but not as kernels do.
+        """
         adapter, x, options = self.adapter, inputs[0], signature.options
-        direct = adapter.is_direct(inputs, options)
-        symmetric = direct and adapter.depends_on_memory and communicator.any_symmetric and communicator.is_symmetric(x)
-        if symmetric and not is_usable(x):
-            raise UnsupportedInputError(
-                "a tensor in symmetric memory must be contiguous and start at a multiple of 16 bytes, for peers "
-                "address it too; pass such a view of it, or x.clone() on every rank"
+        problem = adapter.problem(inputs, options, communicator.world_size)
+        if adapter.depends_on_memory:
+            if symmetric is None:
+                symmetric = communicator.any_symmetric and adapter.is_direct(inputs, options)
+                symmetric = symmetric and communicator.is_symmetric(x)
+                if symmetric and not is_usable(x):
+                    raise UnsupportedInputError(
+                        "a tensor in symmetric memory must be contiguous and start at a multiple of 16 bytes, for "
+                        "peers address it too; pass such a view of it, or x.clone() on every rank"
+                    )
+            problem = replace(problem, in_place=in_place, input_kind="symmetric" if symmetric else "plain")
+        return adapter.under_policy(problem, signature.policy)
+
+    def _plan(self, communicator: Communicator, problem: Problem, signature: CallSignature) -> tuple[Plan, bool]:
+        """The plan, and whether it is kept: made for both modes, but inside a capture a new problem cannot be bound."""
+        capturing, key = signature.capturing, (problem, signature.policy, signature.max_sms)
+        found: Plan | None = communicator.plans.get(PlanKey(*key, capturing))
+        if found is not None:
+            return found, True
+        if not self.adapter.is_bounded(signature.options):
+            mode: Mode = "graph" if capturing else "eager"
+            plan = library_plan(communicator, replace(problem, mode=mode))
+            communicator.keep_plans(key, {capturing: plan})
+            return plan, True
+        if capturing:
+            check_library(
+                replace(problem, mode="graph"), signature.policy, "it is captured without having been called before"
             )
-        shared = self._aliases((*inputs, *targets), by_memory=True)
-        plan, kept = self._plan(communicator, inputs, signature, in_place=shared[0] == 0, symmetric=symmetric)
-        stream = raw_stream(communicator.device_index) if x.is_cuda else 0
+            logger.warning(
+                "%s is captured without having been called before: the library serves it in this graph; run the same "
+                "call once before the capture (a warm-up) to have it tuned",
+                replace(problem, mode="graph"),
+            )
+            return library_plan(communicator, replace(problem, mode="graph")), False
+        modes: tuple[Mode, ...] = ("eager", "graph") if communicator.device.type == "cuda" else ("eager",)
+        made: dict[Mode, Plan] = {}
+        checks = None
+        while checks is not communicator.snapshot.checks:  # a check of one mode may rule the other's candidate out
+            checks = communicator.snapshot.checks
+            for mode in modes:
+                made[mode] = plan_for(communicator, replace(problem, mode=mode), signature.policy, signature.max_sms)
+        communicator.keep_plans(key, {mode == "graph": plan for mode, plan in made.items()})
+        return made["eager"], True
+
+    def _launch(
+        self,
+        communicator: Communicator,
+        plan: Plan,
+        inputs: Tensors,
+        targets: Tensors,
+        shared: tuple[int, ...],
+        signature: CallSignature,
+    ) -> bool:
+        """Launch, with copies of tensors that kernels do not take; True if they took all as they are.
+
+        Args:
+            communicator, plan, signature: of the call.
+            inputs, targets: what it reads and fills.
+            shared: for each target the index of the input whose memory it takes, or −1.
+        """
+        adapter, options = self.adapter, signature.options
+        stream = raw_stream(communicator.device_index) if inputs[0].is_cuda else 0
         communicator.order_streams(signature.capturing, stream)
+        direct = adapter.is_direct(inputs, options)
         fits = is_usable if plan.wants_aligned or adapter.wants_aligned else is_plain
         sources, sinks = _for_kernels(adapter.operands(inputs, options), targets, shared, fits, direct=direct)
         if signature.capturing:
@@ -528,59 +595,10 @@ class CallPath(Generic[Result]):
                     target.view(left.shape).copy_(left)
 
         when_due(launch)
-        # An output that covers its input without being it has no fast call.
-        if not (kept and direct and adapter.repeats and shared == signature.aliases):
-            return None
-        as_they_are = all(
+        return direct and all(
             source is tensor or source.data_ptr() == tensor.data_ptr()
             for source, tensor in zip((*sources, *sinks), (*inputs, *targets), strict=True)
         )
-        return plan if as_they_are else None
-
-    def _problem(
-        self, communicator: Communicator, inputs: Tensors, options: Any, *, in_place: bool, symmetric: bool
-    ) -> Problem:
-        """The problem of a call whose first output takes its input's memory, or whose input is symmetric memory."""
-        problem = self.adapter.problem(inputs, options, communicator.world_size)
-        if not self.adapter.depends_on_memory:
-            return problem
-        return replace(problem, in_place=in_place, input_kind="symmetric" if symmetric else "plain")
-
-    def _plan(
-        self, communicator: Communicator, inputs: Tensors, signature: CallSignature, *, in_place: bool, symmetric: bool
-    ) -> tuple[Plan, bool]:
-        """The plan, and whether it is kept: made for both modes, but inside a capture a new problem cannot be bound."""
-        adapter, capturing = self.adapter, signature.capturing
-        problem = self._problem(communicator, inputs, signature.options, in_place=in_place, symmetric=symmetric)
-        problem = adapter.under_policy(problem, signature.policy)
-        key = (problem, signature.policy, signature.max_sms)
-        found: Plan | None = communicator.plans.get(PlanKey(*key, capturing))
-        if found is not None:
-            return found, True
-        if not adapter.is_bounded(signature.options):
-            mode: Mode = "graph" if capturing else "eager"
-            plan = library_plan(communicator, replace(problem, mode=mode))
-            communicator.keep_plans(key, {capturing: plan})
-            return plan, True
-        if capturing:
-            check_library(
-                replace(problem, mode="graph"), signature.policy, "it is captured without having been called before"
-            )
-            logger.warning(
-                "%s is captured without having been called before: the library serves it in this graph; run the same "
-                "call once before the capture (a warm-up) to have it tuned",
-                replace(problem, mode="graph"),
-            )
-            return library_plan(communicator, replace(problem, mode="graph")), False
-        modes: tuple[Mode, ...] = ("eager", "graph") if inputs[0].is_cuda else ("eager",)
-        made: dict[Mode, Plan] = {}
-        checks = None
-        while checks is not communicator.snapshot.checks:  # a check of one mode may rule the other's candidate out
-            checks = communicator.snapshot.checks
-            for mode in modes:
-                made[mode] = plan_for(communicator, replace(problem, mode=mode), signature.policy, signature.max_sms)
-        communicator.keep_plans(key, {mode == "graph": plan for mode, plan in made.items()})
-        return made["eager"], True
 
 
 def _for_kernels(

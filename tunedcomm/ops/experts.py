@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
-from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.communicator import Communicator, current
 from tunedcomm.dispatch.decide import check_limit
 from tunedcomm.dispatch.launches import no_intercept
 from tunedcomm.dispatch.plans import Plan
@@ -273,6 +274,43 @@ def _check_weights(op: str, weights: torch.Tensor, ids: torch.Tensor) -> None:
         )
 
 
+class _Dispatch(OpAdapter):
+    """What both layouts share; `named` reads the options."""
+
+    op = "ep_dispatch"
+    inputs = ("x", "topk_ids", "topk_weights")
+    optional = ("topk_weights",)
+    reduces = False
+    named: Any
+
+    @abstractmethod
+    def room(self, problem: Problem, options: Any) -> tuple[int, int]:
+        """Rows of an expert, or of all of them, and the alignment of experts."""
+
+    def operands(self, inputs: Tensors, options: Any) -> Tensors:
+        x, ids, weights = inputs
+        return x, ids, None if weights is None else weights.to(torch.float32)
+
+    def fill_alone(self, communicator: Communicator, inputs: Tensors, targets: Tensors, options: Any) -> None:
+        problem = self.problem(inputs, options, 1)
+        capacity, alignment = self.room(problem, options)
+        results, code = dispatched([self.operands(inputs, options)], 0, problem, capacity, alignment)
+        for target, result in zip(targets, results, strict=True):
+            target.copy_(result)
+        Overflow.of(communicator.group, communicator.device).note(code, capacity, communicator)
+
+    def extend(self, plan: Plan, communicator: Communicator, inputs: Tensors, signature: CallSignature) -> Plan:
+        """Where gradients are recorded, rows that hold no token are zeros."""
+        if not self.named(*signature.options).zeros:
+            return plan
+
+        def launch(given: Tensors, outputs: Tensors, stream: int) -> None:
+            outputs[0].zero_()
+            plan.launch(given, outputs, stream)
+
+        return replace(plan, launch=launch)
+
+
 class _SortedOptions(NamedTuple):
     """Options of ep_dispatch in the layouts `padded` and `contiguous`; `zeros`: gradients are recorded."""
 
@@ -284,14 +322,10 @@ class _SortedOptions(NamedTuple):
     zeros: bool
 
 
-class _DispatchSorted(OpAdapter):
-    op = "ep_dispatch"
-    inputs = ("x", "topk_ids", "topk_weights")
-    optional = ("topk_weights",)
+class _DispatchSorted(_Dispatch):
     outputs = ("tokens", "scales", "counts", "offsets", "rows", "weights")
     options = ("int num_experts", "int? capacity", "str layout", "str quantize", "int alignment", "bool zeros")
     named = _SortedOptions
-    reduces = False
     gradient = autograd.keep_sent, autograd.ep_dispatch
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
@@ -327,9 +361,7 @@ class _DispatchSorted(OpAdapter):
         problem = self.problem(inputs, options, world_size, Problem)  # sizes may be symbols, which are not looked up
         return token_shapes(problem, self.room(problem, options)[0], weighted=inputs[2] is not None)
 
-    @staticmethod
-    def room(problem: Problem, options: Any) -> tuple[int, int]:
-        """Rows of an expert, or of all of them, and the alignment of experts."""
+    def room(self, problem: Problem, options: Any) -> tuple[int, int]:
         _, capacity, *_, alignment, _ = options
         return default_capacity(problem, alignment) if capacity is None else int(capacity), alignment
 
@@ -350,20 +382,35 @@ class _DispatchSorted(OpAdapter):
         """No rank has a token."""
         if inputs[0].numel() and inputs[1].numel():
             return False
-        _, _, counts, offsets, rows, weights = results
+        tokens, _, counts, offsets, rows, weights = results
         problem = self.problem(inputs, options, len(rows))
+        tokens.zero_()
         counts.zero_()
         weights.zero_()
         rows.fill_(-1)
         offsets.copy_(offsets_of(counts, problem, *self.room(problem, options)))
         return True
 
-    def operands(self, inputs: Tensors, options: Any) -> Tensors:
-        x, ids, weights = inputs
-        return x, ids, None if weights is None else weights.to(torch.float32)
-
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
         return (_SortedOptions(*options).alignment,)
+
+    def extend(self, plan: Plan, communicator: Communicator, inputs: Tensors, signature: CallSignature) -> Plan:
+        """Where weights travel along, but not with the variant's ids, an all_gather of them follows."""
+        plan = super().extend(plan, communicator, inputs, signature)
+        if inputs[2] is None or plan.candidate.variant in WITH_WEIGHTS:
+            return plan
+        one = (inputs[2].new_empty((1, *inputs[2].shape), dtype=torch.float32),)
+        gather = paths["all_gather"].planned(one, (0,), communicator.group, "default", max_sms=signature.max_sms)
+        if signature.capturing:
+            communicator.captured(gather)
+
+        def launch(given: Tensors, outputs: Tensors, stream: int) -> None:
+            x, ids, weights, *rest = given
+            *others, gathered = outputs
+            plan.launch((x, ids, *rest), (*others, gathered[:0]), stream)
+            gather.launch((weights.unsqueeze(0) + 0.0,), (gathered,), stream)  # −0.0 arrives as 0.0
+
+        return replace(plan, launch=launch)
 
 
 class _CombineSorted(OpAdapter):
@@ -465,14 +512,10 @@ class _ByTokenOptions(NamedTuple):
     in_buffers: bool
 
 
-class _DispatchByToken(OpAdapter):
-    op = "ep_dispatch"
-    inputs = ("x", "topk_ids", "topk_weights")
-    optional = ("topk_weights",)
+class _DispatchByToken(_Dispatch):
     outputs = ("tokens", "expert_ids", "weights")
     options = ("int num_experts", "bool zeros", "bool in_buffers")
     named = _ByTokenOptions
-    reduces = False
     gradient = autograd.keep_ids, autograd.ep_dispatch_tokens
 
     @property
@@ -500,8 +543,7 @@ class _DispatchByToken(OpAdapter):
         problem = self.problem(inputs, options, world_size, Problem)
         return shapes_by_token(problem, weighted=inputs[2] is not None)
 
-    @staticmethod
-    def room(problem: Problem, options: Any) -> tuple[int, int]:
+    def room(self, problem: Problem, options: Any) -> tuple[int, int]:
         """No capacity, and an alignment that nothing depends on."""
         return 0, ALIGNMENT
 
@@ -517,53 +559,10 @@ class _DispatchByToken(OpAdapter):
 
     def needs_no_peers(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """Nothing is asked of any expert: no result has elements but those of tokens that are nowhere."""
-        return not inputs[1].numel()
-
-    def operands(self, inputs: Tensors, options: Any) -> Tensors:
-        x, ids, weights = inputs
-        return x, ids, None if weights is None else weights.to(torch.float32)
-
-
-class _DispatchPath(CallPath[Any]):
-    """Calls where gradients are recorded leave zeros where no token is, and one rank alone needs no kernel."""
-
-    def fill_results(
-        self, communicator: Any, inputs: Tensors, targets: Tensors, signature: CallSignature
-    ) -> Plan | None:
-        adapter: Any = self.adapter
-        options = adapter.named(*signature.options)
-        if options.zeros:
-            targets[0].zero_()
-        if communicator.world_size == 1 and not adapter.needs_no_peers(inputs, targets, options):
-            problem = adapter.problem(inputs, options, 1)
-            capacity, alignment = adapter.room(problem, options)
-            results, code = dispatched([adapter.operands(inputs, options)], 0, problem, capacity, alignment)
-            for target, result in zip(targets, results, strict=True):
-                target.copy_(result)
-            Overflow.of(communicator.group, communicator.device).note(code, capacity, communicator)
-            return None
-        plan = super().fill_results(communicator, inputs, targets, signature)
-        return None if options.zeros else plan
-
-    def _plan(
-        self, communicator: Communicator, inputs: Tensors, signature: CallSignature, *, in_place: bool, symmetric: bool
-    ) -> tuple[Plan, bool]:
-        """The plan; where weights travel along, but not with the variant's ids, an all_gather of them follows."""
-        plan, kept = super()._plan(communicator, inputs, signature, in_place=in_place, symmetric=symmetric)
-        if inputs[2] is None or plan.problem.layout == BY_TOKEN or plan.candidate.variant in WITH_WEIGHTS:
-            return plan, kept
-        one = (inputs[2].new_empty((1, *inputs[2].shape), dtype=torch.float32),)
-        gather = paths["all_gather"].planned(one, (0,), communicator.group, "default", max_sms=signature.max_sms)
-        if signature.capturing:
-            communicator.captured(gather)
-
-        def launch(given: Tensors, outputs: Tensors, stream: int) -> None:
-            x, ids, weights, *rest = given
-            *others, gathered = outputs
-            plan.launch((x, ids, *rest), (*others, gathered[:0]), stream)
-            gather.launch((weights.unsqueeze(0) + 0.0,), (gathered,), stream)  # −0.0 arrives as 0.0
-
-        return replace(plan, launch=launch), kept
+        if inputs[1].numel():
+            return False
+        results[0].zero_()
+        return True
 
 
 class _CombineByToken(_CombineSorted):
@@ -608,18 +607,19 @@ class _GuardedPath(CallPath[torch.Tensor]):
         self.whole: CallPath[torch.Tensor] = CallPath(adapter)  # of results that have them all
         super().__init__(adapter)
 
-    def serve_on_device(self, given: CallArguments) -> torch.Tensor:
+    def serve(self, given: CallArguments) -> torch.Tensor:
         results, weights, ids, rows, out = given.tensors
         num_rows = math.prod(results.shape[:-1])
-        if rows.is_cuda:  # nobody waits for the GPU
-            late = rows >= num_rows
-            if not is_capturing():
-                communicator = self.communicator(results, given.group)
-                Overflow.of(communicator.group, communicator.device).note(late.sum(), num_rows, communicator)
-            rows = rows.masked_fill(late, NO_ROOM)
-        elif rows.numel() and (needed := int(rows.max()) + 1) > num_rows:
-            self.refuse(given.tensors, given.options, given.group, given.numerics, needed)
-        return self.whole.serve_on_device(given._replace(tensors=(results, weights, ids, rows, out)))
+        with current(results.device):
+            if rows.is_cuda:  # nobody waits for the GPU
+                late = rows >= num_rows
+                if not is_capturing():
+                    communicator = self.communicator(results, given.group)
+                    Overflow.of(communicator.group, communicator.device).note(late.sum(), num_rows, communicator)
+                rows = rows.masked_fill(late, NO_ROOM)
+            elif rows.numel() and (needed := int(rows.max()) + 1) > num_rows:
+                self.refuse(given.tensors, given.options, given.group, given.numerics, needed)
+            return self.whole.serve(given._replace(tensors=(results, weights, ids, rows, out)))
 
     def run_problem(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
         self.whole.run_problem(problem, inputs, outputs)
@@ -652,7 +652,8 @@ class _GuardedPath(CallPath[torch.Tensor]):
         inputs = (nothing, *own, rows.clamp(max=0))
         self.results(inputs, options, communicator.world_size, numerics, None)
         signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
-        plan = self._plan(communicator, inputs, signature, in_place=False, symmetric=False)[0]
+        problem = self._problem(communicator, inputs, signature, in_place=False, symmetric=False)
+        plan = self._plan(communicator, problem, signature)[0]
         if plan.candidate.variant == "library":
             launch = communicator.bind(plan.problem, plan.candidate)  # which does not look for NaN
             target = nothing.new_empty(len(ids), nothing.shape[-1])
@@ -665,10 +666,10 @@ def _check_ids(op: str, ids: torch.Tensor) -> None:
         raise UnsupportedInputError(f"topk_ids of {op} are {ids.dtype}; pass int32 or int64")
 
 
-_dispatch = _DispatchPath(_DispatchSorted())
+_dispatch: CallPath[Any] = CallPath(_DispatchSorted())
 _combine = _GuardedPath(_CombineSorted())
 _combine_rank = _GuardedPath(_CombineByRank())
-_dispatch_tokens = _DispatchPath(_DispatchByToken())
+_dispatch_tokens: CallPath[Any] = CallPath(_DispatchByToken())
 _combine_tokens: CallPath[torch.Tensor] = CallPath(_CombineByToken())
 
 
