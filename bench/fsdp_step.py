@@ -163,7 +163,7 @@ class Scatter:
         self.out = torch.empty(shape, device=bench.device)
         self.found: list[tuple[float, Problem, Candidate]] = []  # times of eager calls, the fastest first
 
-    def planned(self) -> list[tuple[Problem, Candidate]]:
+    def to_time(self) -> list[tuple[Problem, Candidate]]:
         """Configs of all variants on plain inputs; on symmetric ones too where peers then read them in place."""
         found = []
         for kind, name in itertools.product(self.inputs, variants("reduce_scatter")):
@@ -202,13 +202,13 @@ class Scatter:
 
     def measure(self, mode: str) -> None:
         """All candidates in eager calls, the fastest of them in graphs."""
-        planned = self.planned() if mode == "eager" else [choice[1:] for choice in self.found[:GRAPHS]]
+        to_time = self.to_time() if mode == "eager" else [choice[1:] for choice in self.found[:GRAPHS]]
         library = self.library(mode)
         library[1][2]()
         expected = self.out.clone()
         contenders: list[tuple[Problem, str, Candidate | None, Call]]
         contenders = [(problem, name, None, call) for problem, name, call in library]
-        for eager, config in planned:
+        for eager, config in to_time:
             problem = replace(eager, mode=mode)  # type: ignore[arg-type]
             with contextlib.suppress(InfeasibleError):  # on every rank alike
                 call = self.bound(problem, config, self.inputs[problem.input_kind], self.out)
@@ -380,16 +380,16 @@ def measure_gemm(bench: Bench) -> None:
     (out,) = get_op("all_gather").make_outputs(problem, bench.device)
     side = torch.cuda.Stream(bench.device) if bench.on_gpu else None
     handle = 0 if side is None else side.cuda_stream
-    planned = [Candidate.of("all_gather", "library", {})]
+    to_time = [Candidate.of("all_gather", "library", {})]
     for name, axes in (("copy_engine", COPIES), ("push", {"num_blocks": (8, 32, 64)})):
-        planned += near_default(problem, communicator, name, axes)
-    compile_all((problem, candidate) for candidate in planned)
+        to_time += near_default(problem, communicator, name, axes)
+    compile_all((problem, candidate) for candidate in to_time)
     through = partial(tunedcomm.all_gather, x, out=out, group=group)
     gathers: list[tuple[str, Candidate, Call]] = [
         ("tuned", chosen(problem, communicator), through),
         ("tuned max_sms=0", chosen(problem, communicator, 0), partial(through, max_sms=0)),
     ]
-    for config in planned:
+    for config in to_time:
         with contextlib.suppress(InfeasibleError):  # on every rank alike
             name = "nccl" if config.variant == "library" else config.variant
             gathers.append((name, config, partial(communicator.bind(problem, config), (x,), (out,), handle)))
@@ -448,7 +448,7 @@ def main() -> None:
     scatters = [Scatter(bench, communicator, numel) for numel in options.numel if "scatter" in options.parts]
     if "step" in options.parts:
         scatters.append(Scatter(bench, communicator, layer_numel(options)))
-    compile_all(choice for scatter in scatters for choice in scatter.planned())
+    compile_all(choice for scatter in scatters for choice in scatter.to_time())
     for scatter in scatters:
         scatter.measure("eager")
     pinned = bench.group()

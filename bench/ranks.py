@@ -41,12 +41,12 @@ def slowest(times: Sequence[Sequence[float]]) -> list[Latency]:
     return [timing.summarise(by_rank) for by_rank in zip(*everyones(times), strict=True)]
 
 
-def compile_all(planned: Iterable[tuple[Problem, Candidate]]) -> None:
+def compile_all(candidates: Iterable[tuple[Problem, Candidate]]) -> None:
     """Binaries of candidates on all CPUs, on rank 0 of the host; the others find them in Triton's cache."""
     if torch.cuda.is_available() and dist.get_rank() % int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 0:
         major, minor = torch.cuda.get_device_capability()
         with closing(CompilePool(max(1, len(os.sched_getaffinity(0)) - 1))) as pool:
-            for problem, candidate in planned:
+            for problem, candidate in candidates:
                 variant = get_variant(candidate.op, candidate.variant)
                 pool.submit(variant.compile_requests(problem, candidate.config_dict), 10 * major + minor)
             pool.drain()

@@ -198,7 +198,7 @@ class Entry:
     """A variant with what it is launched on, or the reason why it is not."""
 
     variant: Variant
-    planned: list[tuple[Problem, Candidate]] = field(default_factory=list)
+    to_run: list[tuple[Problem, Candidate]] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
 
@@ -326,9 +326,9 @@ def candidates_of(
     return list(dict.fromkeys(chosen))[:most], reason
 
 
-def in_both_lanes(planned: Iterable[tuple[Problem, Candidate]]) -> Iterator[tuple[Problem, Candidate]]:
-    """What is planned for graphs, and the same for eager calls, which do without PDL where there are graphs."""
-    for problem, candidate in planned:
+def in_both_lanes(for_graphs: Iterable[tuple[Problem, Candidate]]) -> Iterator[tuple[Problem, Candidate]]:
+    """The runs for graphs, and the same ones for eager calls, which do without PDL where there are graphs."""
+    for problem, candidate in for_graphs:
         yield problem, candidate
         config = {name: False if name == "launch_pdl" else value for name, value in candidate.config}
         yield replace(problem, mode="eager"), Candidate.of(candidate.op, candidate.variant, config)
@@ -358,15 +358,15 @@ def plan(
                     communicator, entry.variant, problem, shuffle, num_configs, small=concurrent
                 )
                 entry.reasons.update([reason] if reason else [])
-                planned = [(problem, candidate) for candidate in chosen]
-                entry.planned += dict.fromkeys(in_both_lanes(planned)) if concurrent else planned
+                for_graphs = [(problem, candidate) for candidate in chosen]
+                entry.to_run += dict.fromkeys(in_both_lanes(for_graphs)) if concurrent else for_graphs
         found += entries
     return found
 
 
 def samples_of(entries: Sequence[Entry], device: torch.device, count: int) -> dict[tuple[Problem, str], list[Sample]]:
-    """So many samples for each problem that is planned."""
-    keys = list(dict.fromkeys(key_of(entry.variant, problem) for entry in entries for problem, _ in entry.planned))
+    """So many samples for each problem that runs."""
+    keys = list(dict.fromkeys(key_of(entry.variant, problem) for entry in entries for problem, _ in entry.to_run))
     return {
         key: [sample(*key, filling * len(keys) + number, device) for filling in range(count)]
         for number, key in enumerate(keys)
@@ -380,10 +380,10 @@ def bind_all(
     *,
     exact: bool,
 ) -> None:
-    """Bind what was planned to the samples of its mode; in the same order on every rank."""
+    """Bind what is to run to the samples of its mode; in the same order on every rank."""
     device = communicator.device
     for entry in entries:
-        for problem, candidate in entry.planned:
+        for problem, candidate in entry.to_run:
             held = samples[problem.mode][key_of(entry.variant, problem)]
             if exact and held[0].allowed:
                 entry.reasons["its results are right within a tolerance, and only exact ones are compared here"] += 1
@@ -582,7 +582,7 @@ def stress(
     """The rows of one run of these ops, of these variants alone if some are named; torch.distributed is initialised."""
     communicator = get_communicator()
     entries = plan(communicator, names, random.Random(7), only, concurrent=concurrent)
-    compile_all(planned for entry in entries for planned in entry.planned)
+    compile_all(run for entry in entries for run in entry.to_run)
     shuffle, noise = random.Random(11), random.Random(1000 + dist.get_rank())
     if concurrent:
         lanes = lanes_of(communicator, entries, shuffle)

@@ -337,8 +337,8 @@ class DirectCalls:
             word = torch.zeros(512, dtype=torch.bfloat16, device=of.device)
             self._word = (word, torch.empty_like(word))
         if num_barriers:
-            planned = paths["all_reduce"].planned(self._word[:1], ("sum",), of.group, "default", max_sms=of.max_sms)
-            latency_us = planned.decide_again().latency_us
+            barrier = paths["all_reduce"].planned(self._word[:1], ("sum",), of.group, "default", max_sms=of.max_sms)
+            latency_us = barrier.decide_again().latency_us
             barriers_us = None if latency_us is None else num_barriers * latency_us
         if plan.candidate.variant == "library" or of.device.type == "cpu" or not admits(plan.policy, "library"):
             return ""

@@ -119,7 +119,7 @@ class Catalog(Protocol):
         """Return why no variant that the policy admits can run `problem`, or None. Tuning cannot help then."""
         return None
 
-    def untuned(self, problem: Problem) -> Candidate | None:
+    def default_beating_library(self, problem: Problem) -> Candidate | None:
         """The candidate that is known to beat the library here unmeasured, or None."""
         return None
 
@@ -172,7 +172,7 @@ class Registered(Catalog):
     def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
         return why_no_kernel(problem, self.limits, policy)
 
-    def untuned(self, problem: Problem) -> Candidate | None:
+    def default_beating_library(self, problem: Problem) -> Candidate | None:
         for variant in variants(problem.op).values():
             if variant.default_beats_library(problem, self.limits):
                 return Candidate.of(problem.op, variant.name, variant.default_config(problem, self.limits))
@@ -846,7 +846,7 @@ def _rule_of_thumb(lookup: _Lookup, *, at_size: bool) -> Decision | None:
 
     With `at_size` only rows of the problem itself say so, else any of the op.
     """
-    candidate = lookup.catalog.untuned(lookup.problem)
+    candidate = lookup.catalog.default_beating_library(lookup.problem)
     if candidate is None or lookup.why_excluded(candidate) or lookup.why_failed(candidate):
         return None
     rows = lookup.rows_of_problem()

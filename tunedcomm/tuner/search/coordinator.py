@@ -295,7 +295,7 @@ class Coordinator:
         """The command that a gang runs; None if the gang has nothing to do."""
         return self._running.get(gang)
 
-    def planned(self, problem: Problem) -> int | None:
+    def trials_left(self, problem: Problem) -> int | None:
         """The most trials that a problem's search may still need, or its finals after `measure_only`.
 
         None before the search begins.
@@ -303,12 +303,12 @@ class Coordinator:
         if problem in self.searched and not self._finals_only:
             return 0
         key = (problem, self._finals_only)
-        return self._num_left(problem, final=self._finals_only) if key in self._searches else None
+        return self._trials_left(problem, final=self._finals_only) if key in self._searches else None
 
-    def _num_left(self, problem: Problem, *, final: bool) -> int:
+    def _trials_left(self, problem: Problem, *, final: bool) -> int:
         if problem in self._too_large:
             return 0
-        return self._searches[problem, final].planned(
+        return self._searches[problem, final].trials_left(
             self._knowledge.settled(problem, final=final), self._dropped(problem.op)
         )
 
@@ -334,7 +334,7 @@ class Coordinator:
                 crowded.append(problem)
             else:
                 yield problem, False
-        yield from ((problem, False) for problem in sorted(crowded, key=lambda p: -(self.planned(p) or 0)))
+        yield from ((problem, False) for problem in sorted(crowded, key=lambda p: -(self.trials_left(p) or 0)))
         if can_wait:
             yield from self._final_places(gang)
 
@@ -349,7 +349,7 @@ class Coordinator:
 
     def _next_at(self, gang: int, problem: Problem, *, final: bool) -> Command | None:
         """Have a gang run the next candidate of a problem's search or finals; None if there is none for now."""
-        if final and not self._num_left(problem, final=True):
+        if final and not self._trials_left(problem, final=True):
             return None
         is_new_here = not final and self._at.get(gang) != (problem, False)
         if (problem, final) not in self._searches or (is_new_here and self._settings.in_job):  # more is known by now
@@ -391,7 +391,7 @@ class Coordinator:
             return False
         if any(was_tried(t.status) and t.variant != "library" for t in self.knowledge.trials(problem)):
             return True
-        return (problem, False) in self._searches and not self._num_left(problem, final=False)
+        return (problem, False) in self._searches and not self._trials_left(problem, final=False)
 
     def _new_search(self, gang: int, problem: Problem) -> Search:
         """The search of a problem, which is about to begin."""

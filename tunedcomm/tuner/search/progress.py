@@ -98,17 +98,17 @@ class SweepCounters:
         """The part of `bind_share` in which a rank waited for the compiler."""
         return min(1.0, self._compile_s / self._gang_s) if self._gang_s > 0 else None
 
-    def estimate_s(self, searched: Collection[Problem], planned: int, unopened: int, now: float) -> float | None:
+    def estimate_s(self, searched: Collection[Problem], trials_left: int, unopened: int, now: float) -> float | None:
         """Seconds that the rest may take; None while too little is known.
 
         Args:
             searched: problems whose search is over.
-            planned: trials that searches under way may still need.
+            trials_left: trials that searches under way may still need.
             unopened: problems whose search has not begun; each is taken to need as many trials as those `searched`.
             now: seconds since the sweep began.
         """
         counts = [count for problem in searched if (count := self._by_problem[problem])]
         if self._first_s is None or self.trials < 2 or (unopened and not counts):
             return None
-        trials = planned + (unopened * statistics.mean(counts) if unopened else 0)
+        trials = trials_left + (unopened * statistics.mean(counts) if unopened else 0)
         return trials * (now - self._first_s) / self.trials

@@ -43,8 +43,8 @@ class Strategy:
         A default that calls run untuned comes before all: no search may end without it.
         """
         proposals = known.proposals(problem, _PROPOSALS, searched)
-        untuned = known.catalog.untuned(problem)
-        return [*([untuned] if untuned else []), *proposals, *default_candidates(problem, known.limits)]
+        default = known.catalog.default_beating_library(problem)
+        return [*([default] if default else []), *proposals, *default_candidates(problem, known.limits)]
 
     def finalists(self, family: Sequence[Problem], known: Knowledge) -> Iterator[tuple[Problem, list[Candidate]]]:
         """The candidates that the finals of each problem of a searched group measure, in this order.

@@ -120,7 +120,7 @@ class Search:
         self._study: optuna.Study | None = None
         self._entered: set[Candidate] = set()  # into the study
 
-    def planned(self, known: Mapping[Candidate, float | None], dropped: Collection[str] = ()) -> int:
+    def trials_left(self, known: Mapping[Candidate, float | None], dropped: Collection[str] = ()) -> int:
         """Trials still to come at most."""
         allowed = self._allowed(dropped)
         return max(0, min(len(allowed), self._settings.trials) - sum(c in known for c in allowed))

@@ -146,16 +146,16 @@ class SweepRun:
     def progress(self) -> Progress:
         """The progress at this moment."""
         coordinator, counters, elapsed_s = self.coordinator, self.counters, self._elapsed_s
-        planned = [coordinator.planned(problem) for problem in coordinator.problems]
-        num_planned = sum(count or 0 for count in planned)
-        estimate_s = counters.estimate_s(coordinator.searched, num_planned, planned.count(None), elapsed_s)
+        left = [coordinator.trials_left(problem) for problem in coordinator.problems]
+        num_left = sum(count or 0 for count in left)
+        estimate_s = counters.estimate_s(coordinator.searched, num_left, left.count(None), elapsed_s)
         bounds = [] if estimate_s is None else [estimate_s]
         bounds += [max(coordinator.seconds_left, 0.0)] if math.isfinite(coordinator.seconds_left) else []
         return Progress(
-            problems=len(planned),
-            problems_done=planned.count(0),
+            problems=len(left),
+            problems_done=left.count(0),
             trials=counters.trials,
-            trials_planned=num_planned,
+            trials_planned=num_left,
             failures=dict(counters.failures),
             gangs=tuple(self._with_latencies(gang) for gang in self.supervisor.states()),
             num_gangs=self.supervisor.num_gangs,
