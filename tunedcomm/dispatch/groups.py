@@ -16,14 +16,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from tunedcomm.dispatch.communicator import (
-    Communicator,
-    current,
-    dropped_at_exit,
-    left_by,
-    on_forget,
-    on_release,
-)
+from tunedcomm.dispatch.communicator import Communicator, current, dropped_at_exit, left_by, on_forget, on_release
 from tunedcomm.errors import GroupAbortedError, GroupError, NotInitializedError, PeerTimeoutError
 from tunedcomm.state import clean_thread
 from tunedcomm.symm.exchange import leave

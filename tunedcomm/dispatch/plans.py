@@ -13,14 +13,7 @@ from typing import Any
 
 from tunedcomm.dispatch import first_use, misses
 from tunedcomm.dispatch.communicator import Communicator, PlanKey, on_release
-from tunedcomm.dispatch.decide import (
-    beside_ordered,
-    check_policy,
-    decide,
-    deciding,
-    library_instead,
-    note_force_mode,
-)
+from tunedcomm.dispatch.decide import beside_ordered, check_policy, decide, deciding, library_instead, note_force_mode
 from tunedcomm.dispatch.launches import SHARE_OF_EAGER
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.metrics import format_bytes

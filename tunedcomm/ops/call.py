@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -165,22 +165,15 @@ def _switch() -> None:
         path.switch()
 
 
-def forget_last(group: dist.ProcessGroup) -> None:
-    """Let the group's next calls come to `CallPath.serve`, which waits for the group's asynchronous ones."""
+def forget_last(group: dist.ProcessGroup, dropped: Collection[FastCall] | None = None) -> None:
+    """Let the group's next calls come to `CallPath.serve`: all of them, or those that one of `dropped` served last."""
     for path in paths.values():
         for last in list(path._last_by_policy.values()):
-            last.pop(group, None)
-
-
-def _forget_fast_calls(group: dist.ProcessGroup, dropped: list[FastCall]) -> None:
-    """Let calls that these served last come to `CallPath.serve`."""
-    for path in paths.values():
-        for last in list(path._last_by_policy.values()):
-            if last.get(group) in dropped:
+            if dropped is None or last.get(group) in dropped:
                 last.pop(group, None)
 
 
-on_drop.append(_forget_fast_calls)
+on_drop.append(forget_last)
 
 
 class LastCalls(dict[Group, Callable[..., Result | None]], Generic[Result]):
