@@ -209,6 +209,26 @@ def test_public_calls(world_size: int) -> None:
     run_ranks(world_size, public_body, timeout=120)
 
 
+def zeros_body(rank: int, world_size: int) -> None:
+    """Rows without a token are zeros in a fast call, too, where gradients are recorded."""
+    x, experts = torch.ones(5, 32), 2 * world_size
+    ids = torch.arange(-1, 4).view(5, 1) % (experts + 1) - 1  # the second token goes nowhere
+    held = world_size * int((ids[:, 0] // 2 == rank).sum())
+    for layout in ("padded", "contiguous", "tokens"):
+        for _ in range(4):
+            sent = tunedcomm.ep_dispatch(x, ids, num_experts=experts, layout=layout)
+            assert sorted(sent.tokens.reshape(-1, 32).sum(1).tolist())[-held - 1 :] == [0.0, *[32.0] * held], layout
+            sent.tokens.fill_(float("nan"))
+            del sent  # its memory is the next call's
+    fast = get_communicator().fast_calls.values()
+    assert sum(map(len, fast)) == (3 if world_size > 1 else 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rows_without_a_token_are_zeros_where_gradients_are_recorded(world_size: int) -> None:
+    run_ranks(world_size, zeros_body, timeout=120)
+
+
 def weights_body(rank: int, world_size: int) -> None:
     """Weights travel along, by every variant and again by its fast call: of any dtype, also behind whole packets."""
     communicator, experts = get_communicator(), 4 * world_size
