@@ -528,21 +528,19 @@ class CallPath(Generic[Result]):
         found: Plan | None = communicator.plans.get(PlanKey(*key, capturing))
         if found is not None:
             return found, True
+        now = replace(problem, mode="graph" if capturing else "eager")
         if not self.adapter.is_bounded(signature.options):
-            mode: Mode = "graph" if capturing else "eager"
-            plan = library_plan(communicator, replace(problem, mode=mode))
+            plan = library_plan(communicator, now)
             communicator.keep_plans(key, {capturing: plan})
             return plan, True
         if capturing:
-            check_library(
-                replace(problem, mode="graph"), signature.policy, "it is captured without having been called before"
-            )
+            check_library(now, signature.policy, "it is captured without having been called before")
             logger.warning(
                 "%s is captured without having been called before: the library serves it in this graph; run the same "
                 "call once before the capture (a warm-up) to have it tuned",
-                replace(problem, mode="graph"),
+                now,
             )
-            return library_plan(communicator, replace(problem, mode="graph")), False
+            return library_plan(communicator, now), False
         modes: tuple[Mode, ...] = ("eager", "graph") if communicator.device.type == "cuda" else ("eager",)
         made: dict[Mode, Plan] = {}
         checks = None
