@@ -18,7 +18,7 @@ from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.fp8 import WIRES
 from tunedcomm.spec import variants
 
-SHAPES = [(7, 128, 2, 12), (3, 64, 8, 60)]
+SHAPES = [(7, 128, 2, 12), (3, 64, 8, 60), (2, 32, 3, 12)]
 LARGE = [(1, 16, 1, 12), (40, 64, 3, 24), (64, 256, 8, 60), (300, 128, 8, 60)]
 OPS = ("ep_dispatch", "ep_combine")
 WAYS = (*((op, "tokens") for op in OPS), ("ep_combine", "rank"))  # with the layout

@@ -226,6 +226,8 @@ def dispatch_tokens_lamport_kernel(
             line = lines[0]
             for i in tl.static_range(1, WORLD_SIZE):
                 line = tl.where(r == i, lines[i], line)
+            if TOPK < LINE // 2:
+                line = tl.where(sent, line, -1)  # words that do not travel are 0, an expert's number
             store_words(local + r * slot, place // 4, tl.full((LINE,), SENTINEL, tl.int32), sent)
             row = r * tokens + token
             wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
