@@ -21,6 +21,13 @@ Candidates with at most 16 blocks are mixed at random, in graphs and in eager ca
 Both lanes read inputs that change all the time. Larger grids starve each other there, so a PeerTimeoutError in this
 mode need not be a fault of a kernel; a wrong result is one.
 
+With --buffers the layout `tokens` of ep_dispatch and ep_combine runs in memory that peers address, two slots in turn,
+and no other op unless --op names it; the variants tokens_direct and tokens_pull run nowhere else. --tokens leaves out
+the problems of more tokens, so that many launches take little time:
+
+    torchrun --nproc-per-node 2 bench/stress.py --buffers --tokens 64 --launches 100000 \\
+        --variant tokens_direct --variant tokens_pull
+
 Ops are all but the fused GEMMs unless --op names some; --variant leaves out all others. Every variant is launched
 --launches times (--concurrent: on average), or until --seconds are over.
 
@@ -63,6 +70,7 @@ from tunedcomm.fp8 import WIRES
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.kernels.common.sync import SENTINEL
+from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.spec import Candidate, OpSpec, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.gang.ranks import join_group
 from tunedcomm.tuner.measure.correctness import GUARD_BYTES, Guarded, guard, make_case
@@ -282,6 +290,11 @@ def sample(problem: Problem, kind: str, seed: int, device: torch.device) -> Samp
     if moves(problem):
         op = replace(op, make_inputs=disguised_inputs)
     case = make_case(op, problem, dist.get_rank(), kind=kind, seed=seed, device=device)
+    if problem.input_kind == "symmetric" and not op.symmetric_outputs:
+        first, *rest = case.inputs
+        case = replace(
+            case, inputs=(symmetric_empty(first.shape, dtype=first.dtype, device=device).copy_(first), *rest)
+        )
     if case.quantized and kind == "random":
         return Sample(case.inputs, case.quantized[0], is_bitwise=True, others=case.quantized[1:])
     if case.bits is not None and (moves(problem) or kind == "random"):
@@ -341,6 +354,8 @@ def plan(
     only: Collection[str],
     *,
     concurrent: bool = False,
+    buffers: bool = False,
+    tokens: int = 0,
 ) -> list[Entry]:
     """Every variant with the problems of its op and its candidates there."""
     found = []
@@ -350,6 +365,10 @@ def plan(
         # The norm has two outputs of the payload's dtype.
         largest = MOST_BYTES // 8 if concurrent and get_op(name).rank_of_shape == 2 else most
         for problem in some_problems(name, communicator.world_size, shuffle, largest):
+            if tokens and problem.shape[0] > tokens:
+                continue
+            if buffers:
+                problem = replace(problem, layout="tokens", scaling="", input_kind="symmetric")  # noqa: PLW2901
             outputs = get_op(name).make_outputs(problem, "meta") if concurrent else ()
             if sum(output.nbytes for output in outputs) > MOST_BYTES:
                 continue
@@ -371,6 +390,16 @@ def samples_of(entries: Sequence[Entry], device: torch.device, count: int) -> di
         key: [sample(*key, filling * len(keys) + number, device) for filling in range(count)]
         for number, key in enumerate(keys)
     }
+
+
+def room_of(like: torch.Tensor, *, shared: bool) -> Guarded:
+    """An output in guards; `shared`: in memory that peers address."""
+    if not shared:
+        return guard(like, "an output", is_input=False)
+    nbytes = -(-like.nbytes // 16) * 16 + 2 * GUARD_BYTES
+    whole = symmetric_empty((nbytes,), dtype=torch.uint8, device=like.device)
+    made = guard(like, "an output", is_input=False, room=whole[GUARD_BYTES:])
+    return replace(made, before=whole[:GUARD_BYTES].fill_(made.pattern))
 
 
 def bind_all(
@@ -395,7 +424,8 @@ def bind_all(
                 continue
             wrong = torch.zeros((), dtype=torch.int64, device=device)
             like = get_op(problem.op).make_outputs(problem, device)
-            first, second = (tuple(guard(each, "an output", is_input=False) for each in like) for _ in range(2))
+            shared = problem.input_kind == "symmetric" and get_op(problem.op).symmetric_outputs
+            first, second = (tuple(room_of(each, shared=shared) for each in like) for _ in range(2))
             entry.trials.append(Trial(candidate, problem, launch, held, (first, second), wrong))
     if not any(entry.trials for entry in entries):
         raise SystemExit("no variant can run here: " + "; ".join(reason for e in entries for reason in e.reasons))
@@ -578,10 +608,12 @@ def stress(
     *,
     graph: bool = False,
     concurrent: bool = False,
+    buffers: bool = False,
+    tokens: int = 0,
 ) -> list[dict[str, Any]]:
     """The rows of one run of these ops, of these variants alone if some are named; torch.distributed is initialised."""
     communicator = get_communicator()
-    entries = plan(communicator, names, random.Random(7), only, concurrent=concurrent)
+    entries = plan(communicator, names, random.Random(7), only, concurrent=concurrent, buffers=buffers, tokens=tokens)
     compile_all(run for entry in entries for run in entry.to_run)
     shuffle, noise = random.Random(11), random.Random(1000 + dist.get_rank())
     if concurrent:
@@ -617,15 +649,17 @@ def stress(
 
 
 def main() -> None:
-    modes = {"graph": False, "concurrent": False}
-    options = {"launches": 300, "seconds": 1e9, "hang_s": 280.0, "csv": None}
+    modes = {"graph": False, "concurrent": False, "buffers": False}
+    options = {"tokens": 0, "launches": 300, "seconds": 1e9, "hang_s": 280.0, "csv": None}
     args = arguments(__doc__, op=[], variant=[], **modes, **options)
     faulthandler.dump_traceback_later(args.hang_s, exit=True)
     join_group()
     kernels.discover()
-    names = args.op or [name for name, spec in ops().items() if not spec.is_gemm]
+    every = ("ep_dispatch", "ep_combine") if args.buffers else [n for n, spec in ops().items() if not spec.is_gemm]
+    if args.buffers and args.concurrent:
+        raise SystemExit("--buffers takes no --concurrent: lanes copy their inputs out of memory that peers address")
     modes = {mode: getattr(args, mode) for mode in modes}
-    rows = stress(names, args.launches, args.seconds, args.variant, **modes)
+    rows = stress(args.op or every, args.launches, args.seconds, args.variant, tokens=args.tokens, **modes)
     if dist.get_rank() == 0:
         for row in rows:
             named = f"{row['op']:20} {row['variant']:26} {row['scaling']:22}"

@@ -64,6 +64,15 @@ def test_launches_of_a_graph_are_counted_and_right() -> None:
     assert not any(row["wrong"] for row in rows)
 
 
+def test_buffers_that_peers_address_are_stressed() -> None:
+    variants = ("tokens_direct", "tokens_pull")
+    rows, _ = run_ranks(2, body, ("ep_dispatch", "ep_combine"), variants, "buffers", timeout=200)
+    assert {(row["op"], row["variant"]): row["launches"] for row in rows} == {
+        ("ep_dispatch", "tokens_direct"): 2, ("ep_combine", "tokens_pull"): 2
+    }  # fmt: skip
+    assert not any(row["wrong"] for row in rows)
+
+
 SPOILT = ("other_bits", "nan_on_odd_sizes", "wrong_by_one_element")
 
 
