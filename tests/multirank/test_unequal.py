@@ -71,9 +71,10 @@ def calls(rank: int, world_size: int) -> dict[str, tuple[Tensors, tuple[Any, ...
         "ep_dispatch": ((drawn(rank, 3, 32), ids, None), (2 * world_size, 12, "padded", "", 128, True)),
         "ep_combine": ((sent.tokens, torch.ones(3, 2), ids, sent.rows), (2 * world_size,)),
         "ep_combine_rank": ((sent.tokens, torch.ones(world_size, 3, 2), ids, sent.rows), (2 * world_size, "")),
-        "ep_dispatch_tokens": ((drawn(rank, 3, 32), ids, None), (2 * world_size, True, False)),
+        "ep_dispatch_tokens": ((drawn(rank, 3, 32), ids, None, None), (2 * world_size, True, False)),
         "ep_combine_tokens": (
-            (drawn(rank, 3 * world_size, 32), ids.int().repeat(world_size, 1).clamp(max=1), ids), (2 * world_size, "")
+            (drawn(rank, 3 * world_size, 32), ids.int().repeat(world_size, 1).clamp(max=1), ids, None),
+            (2 * world_size, ""),
         ),
     }  # fmt: skip
 

@@ -127,6 +127,14 @@ def gemm_corners(variant: Variant) -> list[Corner]:
     return list(found)
 
 
+def with_number(requests: Iterable[CompileRequest]) -> Iterator[CompileRequest]:
+    """The requests, and those of the same kernels for calls with `num_tokens`, which the first such call binds."""
+    for request in requests:
+        yield request
+        if "NUMBERED" in request.resolve().arg_names:
+            yield replace(request, constants=tuple(sorted((*request.constants, ("NUMBERED", True)))))
+
+
 def every_corner(variant: Variant) -> list[Corner]:
     """All distinct binaries of the corners, in a fixed order."""
     found: dict[Corner, None] = {}
@@ -147,7 +155,7 @@ def every_corner(variant: Variant) -> list[Corner]:
         problems = problems_like(like, tail=tail)
         for config in configs:
             problem = feasible_problem(variant, config, problems)
-            for request in variant.compile_requests(problem, config) if problem is not None else ():
+            for request in with_number(variant.compile_requests(problem, config)) if problem is not None else ():
                 for capability in CAPABILITIES:
                     found[Corner(variant.op, variant.name, request, capability)] = None
     return list(found)

@@ -38,6 +38,7 @@ MAX_STACK_BYTES_OF = {
     "lamport_quantized_kernel": 64,
     "count_kernel": 64,
     "combine_tokens_quantized_kernel": 64,
+    "dispatch_tokens_push_kernel NUMBERED": 256,  # the threads of 16 warps, which have 128 registers, at 8 ranks: 216
 }
 # Where a tail of single elements is read and written by 512 threads, which have at most 128 registers each. Measured at
 # 8 ranks: two_shot 552, one_shot 1264.
@@ -97,7 +98,8 @@ def about_resources(binary: dict[str, Any]) -> list[str]:
     found = []
     if re.fullmatch(rf"sm_{binary['capability']}a?", binary["target"]) is None:
         found.append(f"is for {binary['target']!r}")
-    most = MAX_STACK_BYTES_OF.get(binary.get("function", ""), MAX_STACK_BYTES)
+    named = binary.get("function", "") + (" NUMBERED" if binary.get("NUMBERED") else "")
+    most = MAX_STACK_BYTES_OF.get(named, MAX_STACK_BYTES)
     if not moves_whole_packets(binary) and not binary.get("QUANTIZE"):
         most = MAX_STACK_BYTES_TAIL
     if "BLOCK_M" in binary:

@@ -363,7 +363,7 @@ def ep_combine_rank(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     results, weights, ids, rows = ctx.saved_tensors
     wants_results, wants_weights, *_ = ctx.needs_input_grad  # of this rank alone: all exchanges are made
     group_size, group, _, max_sms = ctx.settings
-    come, *_ = _ops.ep_dispatch_tokens(grad, ids, None, ctx.options[0], True, False, group_size, group, max_sms)
+    come, *_ = _ops.ep_dispatch_tokens(grad, ids, None, None, ctx.options[0], True, False, group_size, group, max_sms)
     flat = results.reshape(-1, results.shape[-1])
     wide = torch.promote_types(flat.dtype, torch.float32)
     target = torch.where(rows < 0, len(flat), rows).flatten(0, 1).long()  # one row more takes what is not here
@@ -387,12 +387,13 @@ def keep_ids(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(output[1], inputs[1])
 
 
-def ep_dispatch_tokens(ctx: Any, grad: torch.Tensor, _: Any, grad_weights: torch.Tensor) -> tuple[Any, ...]:
+def ep_dispatch_tokens(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     """The gradient of `ep_dispatch_tokens`; every rank takes part in both sums, whatever it needs of them."""
+    grad, _, grad_weights, _ = grads
     held, ids = ctx.saved_tensors
     group_size, group, max_sms = ctx.settings
     rest = (group_size, group, None, max_sms)
-    grad_x = _ops.ep_combine_tokens(grad, held, ids, ctx.options[0], "", *rest)
+    grad_x = _ops.ep_combine_tokens(grad, held, ids, None, ctx.options[0], "", *rest)
     if ctx.weights_dtype is None:
         return grad_x, None, None
     return grad_x, None, _ops.reduce_scatter(grad_weights, "sum", 0, *rest).to(ctx.weights_dtype)
@@ -407,5 +408,5 @@ def ep_combine_tokens(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """The gradient of `ep_combine_tokens`: a token's goes to all ranks that added to the token's sum."""
     (ids,) = ctx.saved_tensors
     group_size, group, _, max_sms = ctx.settings
-    sent = _ops.ep_dispatch_tokens(grad, ids, None, ctx.options[0], True, False, group_size, group, max_sms)
+    sent = _ops.ep_dispatch_tokens(grad, ids, None, None, ctx.options[0], True, False, group_size, group, max_sms)
     return (sent[0],)

@@ -24,6 +24,7 @@ from tunedcomm.kernels.moe.op import (
     BY_RANK,
     BY_TOKEN,
     NO_ROOM,
+    NOT_HERE,
     SORTED,
     WITH_WEIGHTS,
     Overflow,
@@ -31,6 +32,7 @@ from tunedcomm.kernels.moe.op import (
     check,
     default_capacity,
     dispatched,
+    in_use,
     offsets_of,
     shapes_by_token,
     some_rows,
@@ -112,7 +114,7 @@ class TokenDispatchResult:
         tokens: [n · T, H]. Rows of tokens that have no expert here hold nothing.
         expert_ids: [n · T, K] int32: the token's experts by their number on this rank, −1 for experts of other ranks.
         weights: [n · T, K] fp32: `topk_weights` of all ranks; None if none were passed.
-        topk_ids: as they were passed, [T, K]; with `expert_map` ids of replicas, with `num_tokens` −1 from there on.
+        topk_ids: as they were passed, [T, K]; with `expert_map` ids of replicas.
         num_experts: of all ranks.
         row_ids: [n · T] int32: the rows that hold tokens, ascending, then −1; None without `compact`.
         num_rows: int32 without dimensions, on the tokens' device: how many rows hold tokens; None without `compact`.
@@ -121,6 +123,8 @@ class TokenDispatchResult:
         buffers: as they were passed.
         turn: the number of the call on the buffers.
         scales: fp32 factors of the tokens, where they were passed: [n · T] or [n · T, H / 128]; else None.
+        token_limits: [2] int32: this rank's `num_tokens`, and a number that no rank's exceeds, by which `ep_combine`
+            leaves the other tokens out; None without `num_tokens`.
     """
 
     tokens: torch.Tensor
@@ -135,6 +139,7 @@ class TokenDispatchResult:
     buffers: ExpertBuffers | None = None
     turn: int = 0
     scales: torch.Tensor | None = None
+    token_limits: torch.Tensor | None = None
 
     @property
     def counts(self) -> torch.Tensor:
@@ -513,7 +518,9 @@ class _ByTokenOptions(NamedTuple):
 
 
 class _DispatchByToken(_Dispatch):
-    outputs = ("tokens", "expert_ids", "weights")
+    inputs = ("x", "topk_ids", "topk_weights", "num_tokens")
+    optional = ("topk_weights", "num_tokens")
+    outputs = ("tokens", "expert_ids", "weights", "token_limits")
     options = ("int num_experts", "bool zeros", "bool in_buffers")
     named = _ByTokenOptions
     gradient = autograd.keep_ids, autograd.ep_dispatch_tokens
@@ -523,15 +530,16 @@ class _DispatchByToken(_Dispatch):
         return "ep_dispatch_tokens"
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        x, ids, weights = inputs
+        x, ids, weights, number = inputs
         _check_tokens(self.op, x, ids)
+        _check_number(number)
         check_limit("num_experts", _ByTokenOptions(*options).num_experts, "experts")
         if weights is not None:
             _check_weights(self.op, weights, ids)
         check(self.problem(inputs, options, world_size, Problem))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
-        (x, ids, _), given = inputs, _ByTokenOptions(*options)
+        (x, ids, *_), given = inputs, _ByTokenOptions(*options)
         shape = (*x.shape, ids.shape[1], given.num_experts)
         made: Problem = make(
             self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=BY_TOKEN, mode="eager",
@@ -541,7 +549,7 @@ class _DispatchByToken(_Dispatch):
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         problem = self.problem(inputs, options, world_size, Problem)
-        return shapes_by_token(problem, weighted=inputs[2] is not None)
+        return shapes_by_token(problem, weighted=inputs[2] is not None, numbered=inputs[3] is not None)
 
     def room(self, problem: Problem, options: Any) -> tuple[int, int]:
         """No capacity, and an alignment that nothing depends on."""
@@ -552,7 +560,7 @@ class _DispatchByToken(_Dispatch):
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
         in_buffers = problem.input_kind == "symmetric"
-        return (*inputs, *outputs), _ByTokenOptions(problem.shape[3], zeros=False, in_buffers=in_buffers)
+        return (*inputs, None, *outputs, None), _ByTokenOptions(problem.shape[3], zeros=False, in_buffers=in_buffers)
 
     def key(self, tensors: Tensors) -> Any:
         return tuple(tensors[0].shape), tuple(tensors[1].shape)
@@ -562,11 +570,16 @@ class _DispatchByToken(_Dispatch):
         if inputs[1].numel():
             return False
         results[0].zero_()
+        results[3].zero_()
         return True
+
+    def operands(self, inputs: Tensors, options: Any) -> Tensors:
+        return *super().operands(inputs[:3], options), inputs[3]
 
 
 class _CombineByToken(_CombineSorted):
-    inputs = ("rows_out", "expert_ids", "topk_ids")
+    inputs = ("rows_out", "expert_ids", "topk_ids", "token_limits")
+    optional = ("token_limits",)
     layout = BY_TOKEN
     options = ("int num_experts", "str wire")
     depends_on_memory = True
@@ -577,7 +590,7 @@ class _CombineByToken(_CombineSorted):
         return "ep_combine_tokens"
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        rows, held, ids = inputs
+        rows, held, ids, limits = inputs
         check_dtype(self.op, rows, FLOATS)
         _check_ids(self.op, ids)
         if rows.dim() != 2 or ids.dim() != 2 or len(rows) != world_size * len(ids):
@@ -590,13 +603,22 @@ class _CombineByToken(_CombineSorted):
                 f"expert_ids of {self.op} have shape {tuple(held.shape)} and {held.dtype}; pass those of an "
                 "ep_dispatch of the same tokens on this group"
             )
+        if limits is not None and (limits.dtype != torch.int32 or limits.shape != (2,)):
+            raise UnsupportedInputError(
+                f"token_limits of {self.op} have shape {tuple(limits.shape)} and {limits.dtype}; pass those of an "
+                "ep_dispatch"
+            )
         check(self.problem(inputs, options, world_size, Problem))
+
+    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        return super().call_of(problem, (*inputs, None), outputs)
 
     def operands(self, inputs: Tensors, options: Any) -> Tensors:
         return inputs
 
     def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
-        rows, _, ids = inputs
+        rows, _, ids, limits = inputs
+        ids = ids if limits is None else in_use(ids, limits[:1], NOT_HERE)
         return (sum_by_token([rows], ids, self.problem(inputs, options, 1)),)
 
 
@@ -659,6 +681,11 @@ class _GuardedPath(CallPath[torch.Tensor]):
             target = nothing.new_empty(len(ids), nothing.shape[-1])
             with no_intercept():
                 launch(self.adapter.operands(inputs, options), (target,), raw_stream(communicator.device_index))
+
+
+def _check_number(number: torch.Tensor | None) -> None:
+    if number is not None and (number.dtype != torch.int32 or number.numel() != 1):
+        raise UnsupportedInputError(f"num_tokens has shape {tuple(number.shape)} and {number.dtype}; pass one int32")
 
 
 def _check_ids(op: str, ids: torch.Tensor) -> None:
@@ -754,8 +781,11 @@ def ep_dispatch(
         expert_map: [num_logical, R] int32, on all ranks alike: the experts that hold each logical expert's weights,
             then −1. `topk_ids` then name logical experts, and token t of rank r goes to replica (t + r) mod their
             number; `num_experts` counts the experts that are there.
-        num_tokens: int32, one number, on the tokens' device: tokens from there on count as if their ids were −1. It
-            may differ from rank to rank, and a graph's replay reads it anew; `x` has the same shape on every rank.
+        num_tokens: int32, one number, on the tokens' device, on all ranks or on none: tokens from there on count as if
+            their ids were −1. It may differ from rank to rank, and a graph's replay reads it anew; `x` has the same
+            shape on every rank. In the layout `tokens` the exchange leaves these tokens out, and so does `ep_combine`:
+            it does not write their rows of `out`. Those of a new tensor are unspecified, but zeros where gradients are
+            recorded: with `torch.no_grad()` or `buffers` 64 tokens of 4096 take little more time than 64 of 64.
         compact: for `tokens`: also list the rows that hold tokens.
         buffers: for `tokens`, on all ranks or on none: what `ep_buffers` made. The results are views of its next slot,
             into which peers write, and are not differentiable. Work that reads or writes the slot must be in the
@@ -779,6 +809,11 @@ def ep_dispatch(
     """
     path = _dispatch_tokens if layout == BY_TOKEN else _dispatch
     try:
+        number = num_tokens if layout == BY_TOKEN else None  # the exchange leaves the other tokens out
+        if number is not None and (buffers is not None or not torch.is_grad_enabled()):
+            num_tokens = None
+        elif number is not None and topk_weights is not None:
+            topk_weights = in_use(topk_weights, number, 0)
         if expert_map is not None or num_tokens is not None:
             topk_ids = _chosen_ids(topk_ids, expert_map, num_tokens, group)
         if scales is not None:
@@ -788,6 +823,7 @@ def ep_dispatch(
             sent = call(
                 _packed(x, scales), topk_ids, num_experts=num_experts, capacity=capacity, layout=layout,
                 alignment=alignment, topk_weights=topk_weights, compact=compact, group=group, max_sms=max_sms,
+                num_tokens=number,
             )  # fmt: skip
             tokens, scales = _unpacked(sent.tokens, x.shape[1], scales)
             whole: DispatchResult | TokenDispatchResult = replace(sent, tokens=tokens, scales=scales)
@@ -795,20 +831,22 @@ def ep_dispatch(
         if layout == BY_TOKEN:
             if capacity is not None or quantize is not None or alignment != ALIGNMENT:
                 raise UnsupportedInputError("layout='tokens' takes no capacity, quantize and alignment; leave them out")
-            outputs: list[Any] = [None, None, None]
+            outputs: list[Any] = [None, None, None]  # and limits of tokens
             output = None
             if buffers is not None:
                 *outputs, output = buffers.next_slot(x, topk_ids, group)
                 if topk_weights is None:
                     outputs[2] = x.new_empty(0, dtype=torch.float32)
             choices = (num_experts, buffers is None and torch.is_grad_enabled(), buffers is not None)
-            found = path.call((x, topk_ids, topk_weights, *outputs), choices, group, "default", max_sms)
+            given = (x, topk_ids, topk_weights, number, *outputs, None)
+            found = path.call(given, choices, group, "default", max_sms)
             turn = 0 if buffers is None else buffers.count()
             row_ids, num_rows = _rows_in_use(found[1]) if compact else (None, None)
             weights = None if topk_weights is None else found[2]
             return TokenDispatchResult(
-                found[0], found[1], weights, topk_ids, num_experts, row_ids, num_rows, group, output, buffers, turn
-            )
+                found[0], found[1], weights, topk_ids, num_experts, row_ids, num_rows, group, output, buffers, turn,
+                token_limits=None if number is None else found[3],
+            )  # fmt: skip
         if compact or buffers is not None:
             raise UnsupportedInputError(f"compact and buffers are for layout='tokens', not {layout!r}")
         wide = topk_weights is not None and topk_weights.dtype == torch.float64
@@ -837,8 +875,8 @@ def _chosen_ids(
     _check_ids("ep_dispatch", ids)
     if ids.dim() != 2:
         raise UnsupportedInputError(f"ep_dispatch takes topk_ids of shape [tokens, top-k], not {tuple(ids.shape)}")
-    tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device).unsqueeze(1)
     if expert_map is not None:
+        tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device).unsqueeze(1)
         if expert_map.dtype != torch.int32 or expert_map.dim() != 2 or not expert_map.numel():
             raise UnsupportedInputError(
                 f"expert_map has shape {tuple(expert_map.shape)} and {expert_map.dtype}; pass int32 of shape "
@@ -850,13 +888,8 @@ def _chosen_ids(
         count = (expert_map >= 0).sum(1)[named]
         replica = expert_map[named, (tokens + rank) % count.clamp(min=1)]
         ids = torch.where(known & (count > 0), replica, torch.where(ids == -1, -1, _NO_EXPERT)).to(ids.dtype)
-    if num_tokens is not None:
-        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1:
-            raise UnsupportedInputError(
-                f"num_tokens has shape {tuple(num_tokens.shape)} and {num_tokens.dtype}; pass one int32"
-            )
-        ids = torch.where(tokens < num_tokens, ids, -1)
-    return ids
+    _check_number(num_tokens)
+    return ids if num_tokens is None else in_use(ids, num_tokens, NOT_HERE)
 
 
 def _packed(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -972,8 +1005,13 @@ def ep_combine(
         if isinstance(sent, TokenDispatchResult):
             if sent.buffers is not None:
                 sent.buffers.check(sent.turn)
-            tensors = (expert_out, sent.expert_ids, sent.topk_ids, out)
-            return _combine_tokens.call(tensors, (sent.num_experts, wire or ""), sent.group, numerics, max_sms)
+            ids, limits = sent.topk_ids, sent.token_limits
+            zeros = limits is not None and torch.is_grad_enabled() and sent.buffers is None and out is None
+            if limits is not None and zeros:
+                ids = in_use(ids, limits[:1], NOT_HERE)  # also for the gradient, which is dispatched
+            tensors = (expert_out, sent.expert_ids, ids, limits, out)
+            y = _combine_tokens.call(tensors, (sent.num_experts, wire or ""), sent.group, numerics, max_sms)
+            return in_use(y, limits[:1], 0) if limits is not None and zeros else y
         weights = topk_weights if reduce == "token" else sent.weights
         if weights is None and topk_weights is not None:
             _check_weights("ep_combine", topk_weights, sent.topk_ids)

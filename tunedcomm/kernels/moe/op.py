@@ -24,6 +24,11 @@ Inputs are x, topk_ids and, if they travel along, topk_weights [T, K] in fp32. O
     expert_ids  [n · T, K] int32, numbered from this rank's first expert; −1 for experts of other ranks
     weights     [n · T, K] fp32, of all experts, −0.0 as 0.0; empty if no weights travel
 
+A further input, `num_tokens`, int32, may say of how many tokens this rank has values: the others count as tokens of no
+expert, whose weights are 0, and are not read. A further output, [2] int32, then has this number and one that no rank's
+exceeds, by which ep_combine leaves out the same tokens; it need not write their y. A number below 0 or above T counts
+as the nearest of these, and is an error at the next call of the rank that passed it.
+
 ep_combine: inputs are the experts' results as a matrix [R, H], weights [T, K] in fp32, topk_ids, and `rows` of the
 dispatch. Output: y [T, H], where y[t] is the sum of weight · result over k in order, from +0.0 in fp32 (fp64 for fp64),
 rounded once. What had no room counts as zeros. In the layout `tokens` inputs are one row for each row of tokens,
@@ -164,6 +169,7 @@ def offsets_of(counts: torch.Tensor, problem: Problem, capacity: int, alignment:
 
 
 CLAMPED = 1 << 62  # code of counts outside of their bound; their number is added
+MISCOUNTED = 1 << 61  # code of a `num_tokens` outside of its bound, which is added as 32 bits
 
 
 class Overflow:
@@ -224,7 +230,7 @@ class Overflow:
             PeerTimeoutError: a kernel gave up waiting.
             CapacityError: an expert was sent more tokens than it had room for.
             UnsupportedInputError: `topk_ids` named an expert that does not exist, `expert_out` lacked rows in use, or
-                counts of rows were outside of their bound.
+                counts of rows or `num_tokens` were outside of their bound.
         """
         if not self._view[0] and not self._view[2]:
             return
@@ -237,6 +243,13 @@ class Overflow:
                 f"max_count={bound}; the rows beyond were left out. Pass a larger max_count on every rank"
             )
             refusal.ends_group = self._kept.is_cuda  # on CPUs every rank raises in the same call
+            raise refusal
+        if code >= MISCOUNTED:
+            given = ((code - MISCOUNTED) ^ (1 << 31)) - (1 << 31)
+            refusal = UnsupportedInputError(
+                f"num_tokens of an ep_dispatch was {given}; it must be 0 to the number of tokens in x"
+            )
+            refusal.ends_group = True  # this rank alone knows
             raise refusal
         if code < 0:
             raise UnsupportedInputError(
@@ -314,6 +327,30 @@ def sums_of_experts(results: torch.Tensor, weights: torch.Tensor, rows: torch.Te
     return weighted_sum(parts, weights.flatten(0, 1), places >= 0)
 
 
+def in_use(values: torch.Tensor, number: torch.Tensor, other: int) -> torch.Tensor:
+    """The rows of as many tokens as the number says, then `other`."""
+    import torch
+
+    tokens = torch.arange(len(values), dtype=torch.int32, device=values.device).unsqueeze(1)
+    return torch.where(tokens < number, values, other)
+
+
+def within_number(
+    ids: torch.Tensor, weights: torch.Tensor | None, number: torch.Tensor, limits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Ids and weights of as many tokens as the number says, then −1 and 0, and the code of a wrong number.
+
+    Fills `limits` for an exchange of all tokens: the own number, and how many tokens of each rank to look at.
+    """
+    import torch
+
+    given = number.reshape(1).long()
+    own = given.clamp(0, len(ids))
+    limits.copy_(torch.cat([own, torch.full_like(own, len(ids))]))
+    code = torch.where(own == given, 0, MISCOUNTED + (given & 0xFFFFFFFF))[0]
+    return in_use(ids, own, NOT_HERE), None if weights is None else in_use(weights, own, 0), code
+
+
 def capacity_of(problem: Problem, tokens: torch.Tensor) -> int:
     """Rows of an expert if `padded`, of all experts otherwise."""
     return int(tokens.shape[1 if problem.layout == "padded" else 0])
@@ -351,7 +388,7 @@ def bytes_of_wire_row(problem: Problem) -> int:
     return s.wire_bytes + 8 * s.topk
 
 
-def shapes_by_token(problem: Problem, *, weighted: bool) -> list[tuple[tuple[int, ...], Any]]:
+def shapes_by_token(problem: Problem, *, weighted: bool, numbered: bool = False) -> list[tuple[tuple[int, ...], Any]]:
     """Shape and dtype of every output of ep_dispatch in the layout `tokens`."""
     import torch
 
@@ -359,7 +396,8 @@ def shapes_by_token(problem: Problem, *, weighted: bool) -> list[tuple[tuple[int
     rows = problem.world_size * s.tokens
     weights = (rows, s.topk) if weighted else (0,)
     return [
-        ((rows, s.hidden), getattr(torch, problem.dtype)), ((rows, s.topk), torch.int32), (weights, torch.float32)
+        ((rows, s.hidden), getattr(torch, problem.dtype)), ((rows, s.topk), torch.int32), (weights, torch.float32),
+        ((2,) if numbered else (0,), torch.int32),
     ]  # fmt: skip
 
 
@@ -420,17 +458,25 @@ def dispatched(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The outputs of ep_dispatch from all ranks' inputs, with zeros in rows that hold no token, and `Placed.code`.
 
-    Inputs are (x, ids), or (x, ids, weights or None).
+    Inputs are (x, ids), or (x, ids, weights or None), or of one rank alone in the layout `tokens` also (x, ids, weights
+    or None, number or None): these have the output `num_tokens`, too.
     """
     import torch
 
-    wire = torch.cat([wire_rows(x, ids, problem, *(more or (None,))) for x, ids, *more in everyone])
-    weighted = any(more is not None for more in everyone[0][2:])
-    shapes = token_shapes(problem, capacity, weighted=weighted)
+    (x, ids, *more), *others = everyone
+    weights, number = (*more, None, None)[:2]
+    shapes = token_shapes(problem, capacity, weighted=weights is not None)
     if problem.layout == BY_TOKEN:
-        shapes = shapes_by_token(problem, weighted=weighted)
-    made = tuple(torch.zeros(size, dtype=dtype, device=wire.device) for size, dtype in shapes)
-    return made, unpack(wire, rank, problem, made, alignment)
+        shapes = shapes_by_token(problem, weighted=weights is not None, numbered=number is not None)
+        shapes = shapes if len(more) > 1 else shapes[:-1]
+    made = tuple(torch.zeros(size, dtype=dtype, device=x.device) for size, dtype in shapes)
+    wrong = None
+    if number is not None:
+        ids, weights, wrong = within_number(ids, weights, number, made[3])
+    every: list[tuple[Any, ...]] = [(x, ids, weights), *others]
+    wire = torch.cat([wire_rows(x, ids, problem, *(more or (None,))) for x, ids, *more in every])
+    code = unpack(wire, rank, problem, made, alignment)
+    return made, code if wrong is None else wrong.where(wrong != 0, code)
 
 
 def _sample_capacity(problem: Problem) -> int:
@@ -484,7 +530,7 @@ def _dispatch_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]
 
     shapes = token_shapes(problem, _sample_capacity(problem), weighted=False)
     if problem.layout == BY_TOKEN:
-        shapes = shapes_by_token(problem, weighted=True)
+        shapes = shapes_by_token(problem, weighted=True)[:-1]
     return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
 
 
@@ -721,11 +767,16 @@ def dispatch_by(
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         # No `overflow.check` here: a rank that raised while others do not yet know would leave them in the collective.
         x, ids, *rest = inputs
-        wire = wire_rows(x, ids, problem, rest.pop(0) if outputs[-1].numel() else None)
+        weights = rest.pop(0) if outputs[2 if problem.layout == BY_TOKEN else 5].numel() else None
+        wrong = None
+        if problem.layout == BY_TOKEN and rest:
+            ids, weights, wrong = within_number(ids, weights, rest.pop(), outputs[3])
+        wire = wire_rows(x, ids, problem, weights)
         everyone = wire.new_empty(problem.world_size * wire.shape[0], wire.shape[1])
         gather(everyone, wire, stream)
         alignment = int(rest[0]) if rest else ALIGNMENT
         code = unpack(everyone, dist.get_rank(workspace.group), problem, outputs, alignment)
+        code = code if wrong is None else wrong.where(wrong != 0, code)
         overflow.note(code, capacity_of(problem, outputs[0]), workspace)
 
     return run
@@ -745,7 +796,8 @@ def combine_by_token(
             results, weights, ids, rows = inputs
             sums = sums_of_experts(results, weights, rows)
         else:
-            results, held, ids = inputs
+            results, held, ids, *limits = inputs
+            ids = in_use(ids, limits[0][:1], NOT_HERE) if limits else ids
             sums = _cleared_by_token(results, held)
         sums = on_wire_of(sums, problem) if on_wire else sums
         rows_out = sums.view(problem.world_size, *outputs[0].shape)

@@ -18,6 +18,12 @@ and rows straight into the peers' outputs, once their blocks have said that what
 ep_combine reads the peers' rows once their blocks have said that these are complete, and ends when no peer reads its
 own rows any more.
 
+**A number of tokens** (NUMBERED), which each rank reads on the device, bounds the loops over its tokens. tokens_lamport
+still sends T lines, those behind the number of no expert. In tokens_push and tokens_direct each block sends its rank's
+number to its counterparts, with the first piece and before flag 2, in words behind all else in their gather areas: they
+write the other lines themselves. tokens_push sends two pieces before it knows the numbers, then as many as the largest
+one asks for, which all ranks know. ep_combine gets the own number and the largest one from the dispatch.
+
 A thread loads `items` packets before it stores them, since stores between loads would keep the next load back.
 
 **ep_combine.** Each rank sends one row for a token, the sum of its experts. The token's rank adds the ranks' rows in
@@ -35,12 +41,18 @@ Numerics: ordered. Graph-safe: call counters live in the lane. Source: own.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton import next_power_of_2
 
+from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.feasibility import Launch, power_of_2, refuse_result
 from tunedcomm.kernels.common.lamport import end_call
 from tunedcomm.kernels.common.lane import (
@@ -68,7 +80,7 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.sync import SENTINEL, load_packets, poll_from, poll_words, store_packets, store_word
 from tunedcomm.kernels.common.variant import Workspace, lane_arguments
 from tunedcomm.kernels.moe.lamport import peek_packets
-from tunedcomm.kernels.moe.op import BY_RANK, Overflow, sizes_of
+from tunedcomm.kernels.moe.op import BY_RANK, MISCOUNTED, NOT_HERE, Overflow, in_use, sizes_of, within_number
 from tunedcomm.kernels.moe.push import (
     FEW,
     GRID,
@@ -82,7 +94,9 @@ from tunedcomm.kernels.moe.push import (
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
-from tunedcomm.symm.layout import MAX_WORLD_SIZE
+from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout, Room
+
+_MISCOUNTED = tl.constexpr(MISCOUNTED)
 
 
 @triton.jit
@@ -135,6 +149,82 @@ def tell_wrong(cell, wrong):
 
 
 @triton.jit
+def own_number(number, tokens, cell, NUMBERED: tl.constexpr):
+    """How many tokens this rank has: all, or `number` within 0 and `tokens`; another number is told to `Overflow`."""
+    if NUMBERED:
+        given = load_word(number, 0).to(tl.int64)
+        own = tl.minimum(tl.maximum(given, 0), tokens)
+        if (given != own) & (tl.program_id(0) == 0):
+            tl.store(cell.to(tl.pointer_type(tl.int64)), (given & 0xFFFFFFFF) + _MISCOUNTED)
+        return own
+    else:
+        return tokens
+
+
+@triton.jit
+def limit_of(limits, i: tl.constexpr, tokens, NUMBERED: tl.constexpr):
+    """The number of own tokens (0), or one that no rank's exceeds (1)."""
+    if NUMBERED:
+        return tl.minimum(tl.maximum(load_word(limits, i).to(tl.int64), 0), tokens)
+    else:
+        return tokens
+
+
+@triton.jit
+def write_limits(limits, own, most):
+    """Write what `limit_of` reads."""
+    two = tl.arange(0, 2)
+    store_words(limits, two, tl.where(two == 0, own, most).to(tl.int32), (two < 2) & (tl.program_id(0) == 0))
+
+
+@triton.jit
+def clear_lines(ids_out, weights_out, first, end, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the lines of no token, ids of −1 and weights of 0, to the rows from `first` to before `end`."""
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    for start in tl.range(first * TOPK + block * BLOCK, end * TOPK, blocks * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        store_words(ids_out, at, tl.full((BLOCK,), -1, tl.int32), at < end * TOPK)
+        store_words(weights_out, at, tl.full((BLOCK,), 0, tl.int32), (at < end * TOPK) & (weights_out != 0))
+
+
+@triton.jit
+def send_number(own, numbers, peers, rank, WORLD_SIZE: tl.constexpr):
+    """Send the number of own tokens to the words `numbers` of the peers' gather areas, one of each (rank, block)."""
+    one, place = tl.arange(0, 1), (rank * tl.num_programs(0) + tl.program_id(0)) * 4
+    for i in tl.static_range(WORLD_SIZE - 1):
+        send_words(peers[i] + numbers + place + one, one + own.to(tl.int32), one == 0)
+
+
+@triton.jit
+def number_of(numbers, r):
+    """The number that the same block of rank r sent."""
+    return load_word(numbers, r * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+
+
+@triton.jit
+def largest_number(numbers, own, rank, WORLD_SIZE: tl.constexpr):
+    """The largest number of tokens of any rank, once those of the peers have come."""
+    most = own
+    for s in tl.range(1, WORLD_SIZE):
+        most = tl.maximum(most, number_of(numbers, (rank + s) % WORLD_SIZE))
+    return most
+
+
+@triton.jit
+def finish_numbers(
+    numbers, ids_out, weights_out, limits, own, most, tokens, rank,
+    TOPK: tl.constexpr, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write `limits` and the lines of tokens that nobody has."""
+    write_limits(limits, own, most)
+    for r in tl.range(0, WORLD_SIZE):
+        theirs = own
+        if r != rank:
+            theirs = number_of(numbers, r)
+        clear_lines(ids_out, weights_out, r * tokens + theirs, (r + 1) * tokens, TOPK, BLOCK)
+
+
+@triton.jit
 def load_items(source, start, end, wanted, BLOCK: tl.constexpr, ITEMS: tl.constexpr):
     """ITEMS packets a thread of the row at `source`, 4 words each; all loads before the first store."""
     words = ()
@@ -170,9 +260,9 @@ def poll_late(address, seen, item: tl.constexpr, wanted, r, timeout_ns, status):
 @triton.jit
 def dispatch_tokens_lamport_kernel(
     x, ids, weights, out, ids_out, weights_out, id_words, tokens, row_packets,
-    local, peers, rank, timeout_ns, status, arena, stage_bytes, cell,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes, cell, number, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """Push lines and packets, poll the peers' lines, then the packets that they announce.
 
@@ -191,16 +281,23 @@ def dispatch_tokens_lamport_kernel(
     at = tl.arange(0, LINE)
     sent = at % (LINE // 2) < TOPK
     wrong = tl.sum(at, axis=0) * 0
+    own = own_number(number, tokens, cell, NUMBERED)
+    if NUMBERED:
+        write_limits(limits, own, tokens)
 
     for token in tl.range(team, tokens, teams):
         line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
+        if NUMBERED:
+            line = tl.where(token < own, line, tl.where(at < LINE // 2, -1, 0))
         place = stage + rank * slot + ((part * tokens + token) * LINE + at) * 4
         for i in tl.static_range(WORLD_SIZE - 1):
             send_words(peers[i] + place, line, sent)
         owners = owners_of(line, TOPK, LOCAL)
         row = rank * tokens + token
         for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
-            words = load_items(x + token * row_bytes, start, row_packets, True, BLOCK, ITEMS)
+            words = load_items(
+                x + token * row_bytes, start, row_packets, token < own if NUMBERED else True, BLOCK, ITEMS
+            )
             for item in tl.static_range(ITEMS):
                 packet = start + item * BLOCK + tl.arange(0, BLOCK)
                 here = packet < row_packets
@@ -263,9 +360,9 @@ def dispatch_tokens_lamport_kernel(
 @triton.jit
 def dispatch_tokens_push_kernel(
     x, ids, weights, out, ids_out, weights_out, id_words, tokens, row_packets,
-    local, peers, rank, timeout_ns, status, gather, num_chunks, cell,
+    local, peers, rank, timeout_ns, status, gather, num_chunks, cell, number, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """In round c: push piece c, copy piece c − 2.
 
@@ -288,16 +385,27 @@ def dispatch_tokens_push_kernel(
     wrong = tl.sum(at, axis=0) * 0
     epoch = read_counter(local, EPOCH_OFFSET)
 
+    own, most, pieces = own_number(number, tokens, cell, NUMBERED), tokens, num_chunks
+    numbers = gather + WORLD_SIZE * slot
+    if NUMBERED:
+        pieces = tl.minimum(num_chunks, 2)  # that are sent before the peers' numbers come
+
     # Says that this rank reads its gather area no more.
     exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    if NUMBERED:
+        send_number(own, numbers, peers, rank, WORLD_SIZE)
     for c in tl.range(0, num_chunks + 2):
         d = c - 2
-        if d >= 0:
+        if (d >= 0) & (d < pieces) if NUMBERED else d >= 0:
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
+        if NUMBERED:  # noqa: SIM102 - the compiler decides it
+            if d == 0:
+                most = largest_number(local + numbers, own, rank, WORLD_SIZE)
+                pieces = tl.maximum(pieces, (most + span - 1) // span)
         lap, behind = (c - c % ring) * span, (d - d % ring) * span
         for i in tl.range(team, span, teams):  # a token of each piece in turn, so that stores travel in the meantime
             token, placed = c * span + i, d * span + i
-            if (c < num_chunks) & (token < tokens):
+            if (c < pieces) & (token < own):
                 line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
                 place = gather + rank * slot + (token - lap) * entry
                 for p in tl.static_range(WORLD_SIZE - 1):
@@ -311,29 +419,36 @@ def dispatch_tokens_push_kernel(
                         goes = goes_to(owners, (rank + 1 + p) % WORLD_SIZE)
                         store_items(peers[p] + place + lines, start, row_packets, words, goes, BLOCK, ITEMS)
                     store_items(out + row * row_bytes, start, row_packets, words, goes_to(owners, rank), BLOCK, ITEMS)
-            if (d >= 0) & (placed < tokens):
+            if (d >= 0) & (placed < most):
                 for s in tl.range(1, WORLD_SIZE):
                     r = (rank + s) % WORLD_SIZE
                     come = local + gather + r * slot + (placed - behind) * entry
-                    line = load_words(come + part * line_bytes, at, sent, -1)
+                    if NUMBERED:
+                        is_there = placed < number_of(local + numbers, r)
+                    line = load_words(come + part * line_bytes, at, sent & is_there if NUMBERED else sent, -1)
                     row = r * tokens + placed
-                    wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
+                    writes = (part == 0) & is_there if NUMBERED else part == 0
+                    wrong += write_line(ids_out, weights_out, row, line, rank, writes, TOPK, LOCAL)
                     wanted = goes_to(owners_of(line, TOPK, LOCAL), rank)
                     for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
                         words = load_items(come + lines, start, row_packets, wanted, BLOCK, ITEMS)
                         store_items(out + row * row_bytes, start, row_packets, words, wanted, BLOCK, ITEMS)
-        if c < num_chunks:
+        if c < pieces:
             arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
+    if NUMBERED:
+        finish_numbers(
+            local + numbers, ids_out, weights_out, limits, own, most, tokens, rank, TOPK, BLOCK, WORLD_SIZE
+        )  # fmt: skip
     tell_wrong(cell, wrong)
-    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+    write_counter(local, epoch + 1 + pieces, EPOCH_OFFSET)
 
 
 @triton.jit
 def dispatch_tokens_direct_kernel(
     x, ids, weights, out, ids_out, weights_out, id_words, out_peers, ids_peers, weights_peers, tokens, row_packets,
-    local, peers, rank, timeout_ns, status, gather, cell,
+    local, peers, rank, timeout_ns, status, gather, cell, number, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """Write lines and rows into the outputs of all ranks.
 
@@ -346,9 +461,12 @@ def dispatch_tokens_direct_kernel(
     row_bytes = row_packets * 16
     one = tl.arange(0, 1)
     wrong = one * 0
+    own, numbers = own_number(number, tokens, cell, NUMBERED), gather + WORLD_SIZE * blocks * 4
     epoch = read_counter(local, EPOCH_OFFSET)
     exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for token in tl.range(team, tokens, teams):
+    if NUMBERED:
+        send_number(own, numbers, peers, rank, WORLD_SIZE)
+    for token in tl.range(team, own, teams):
         line = read_line(ids, id_words, weights, token, TOPK, EXPERTS)
         owners = owners_of(line, TOPK, LOCAL)
         row = rank * tokens + token
@@ -368,6 +486,11 @@ def dispatch_tokens_direct_kernel(
     for i in tl.static_range(WORLD_SIZE - 1):
         peer = (rank + 1 + i) % WORLD_SIZE
         wrong += load_words(local + gather, peer * blocks + block + one, one == 0, 0)
+    if NUMBERED:
+        most = largest_number(local + numbers, own, rank, WORLD_SIZE)
+        finish_numbers(
+            local + numbers, ids_out, weights_out, limits, own, most, tokens, rank, TOPK, BLOCK, WORLD_SIZE
+        )  # fmt: skip
     tell_wrong(cell, tl.sum(wrong, axis=0))
     write_counter(local, epoch + 2, EPOCH_OFFSET)
 
@@ -456,9 +579,9 @@ def store_sums(
 @triton.jit
 def combine_tokens_lamport_kernel(
     results, held, weights, ids, y, id_words, tokens, row_packets,
-    local, peers, rank, timeout_ns, status, arena, stage_bytes,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr, SORTED: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """Push the rows for the peers' tokens, then sum the rows of the own tokens as they come.
 
@@ -490,7 +613,7 @@ def combine_tokens_lamport_kernel(
                     w0, w1, w2, w3 = escape_sentinels(w0, w1, w2, w3)
                     store_packets(target + packet * 16, w0, w1, w2, w3, (packet < row_packets) & goes, REMOTE=True)
 
-    for token in tl.range(team, tokens, teams):
+    for token in tl.range(team, limit_of(limits, 0, tokens, NUMBERED), teams):
         there = ranks_of(ids, id_words, token, TOPK, LOCAL, WORLD_SIZE)
         mine = rank * tokens + token
         places, factors, held_parts = parts_held(held, weights, mine, TOPK, SORTED)
@@ -534,9 +657,9 @@ def combine_tokens_lamport_kernel(
 @triton.jit
 def combine_tokens_push_kernel(
     results, held, weights, ids, y, id_words, tokens, row_packets,
-    local, peers, rank, timeout_ns, status, gather, num_chunks,
+    local, peers, rank, timeout_ns, status, gather, num_chunks, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr, SORTED: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """In round c: push the rows for piece c of every rank's tokens, sum piece c − 1 of the own ones."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -546,13 +669,16 @@ def combine_tokens_push_kernel(
     row_bytes = row_packets * 16
     slot = ring * span * row_bytes
     epoch = read_counter(local, EPOCH_OFFSET)
+    own_tokens, most, pieces = limit_of(limits, 0, tokens, NUMBERED), limit_of(limits, 1, tokens, NUMBERED), num_chunks
+    if NUMBERED:
+        pieces = (most + span - 1) // span
     # Says that this rank reads its gather area no more.
     exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for c in tl.range(0, num_chunks + 1):
+    for c in tl.range(0, pieces + 1):
         d = c - 1
         lap, behind = (c - c % ring) * span, (d - d % ring) * span
-        if c < num_chunks:
-            for token in tl.range(c * span + team, tl.minimum(tokens, (c + 1) * span), teams):
+        if c < pieces:
+            for token in tl.range(c * span + team, tl.minimum(most, (c + 1) * span), teams):
                 for i in tl.static_range(WORLD_SIZE - 1):
                     row = (rank + 1 + i) % WORLD_SIZE * tokens + token
                     goes = held_here(held, row, TOPK)
@@ -567,7 +693,7 @@ def combine_tokens_push_kernel(
             arrive(peers, rank, epoch + 2 + c, WORLD_SIZE)
         if d >= 0:
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
-            for summed in tl.range(d * span + team, tl.minimum(tokens, (d + 1) * span), teams):
+            for summed in tl.range(d * span + team, tl.minimum(own_tokens, (d + 1) * span), teams):
                 there = ranks_of(ids, id_words, summed, TOPK, LOCAL, WORLD_SIZE)
                 mine = rank * tokens + summed
                 places, factors, held_parts = parts_held(held, weights, mine, TOPK, SORTED)
@@ -586,15 +712,15 @@ def combine_tokens_push_kernel(
                         packets = load_items(source, start, row_packets, wanted, BLOCK, ITEMS)
                         words = words + (insert_sums(packets, sums, rank, r, ITEMS) if SORTED else packets)
                     store_sums(y, summed, words, start, row_packets, DTYPE, BLOCK, ITEMS, WORLD_SIZE)
-    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+    write_counter(local, epoch + 1 + pieces, EPOCH_OFFSET)
 
 
 @triton.jit
 def combine_tokens_pull_kernel(
     results, held, ids, y, id_words, input_peers, tokens, row_packets,
-    local, peers, rank, timeout_ns, status,
+    local, peers, rank, timeout_ns, status, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """Sum the rows for the own tokens where they are.
 
@@ -604,7 +730,7 @@ def combine_tokens_pull_kernel(
     team, teams, part = block // SPLIT, blocks // SPLIT, block % SPLIT
     epoch = read_counter(local, EPOCH_OFFSET)
     exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for token in tl.range(team, tokens, teams):
+    for token in tl.range(team, limit_of(limits, 0, tokens, NUMBERED), teams):
         there = ranks_of(ids, id_words, token, TOPK, LOCAL, WORLD_SIZE)
         row = (rank * tokens + token) * (row_packets * 16)
         for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
@@ -624,6 +750,10 @@ def are_few(problem: Problem, limits: Limits) -> bool:
 
 
 _NOWHERE = (0,) * (MAX_WORLD_SIZE - 1)  # peers' addresses of what is not there
+# Workspace to eager problem to mode to what binds the last launch's kernel for calls with a number of tokens.
+_last_bound: weakref.WeakKeyDictionary[Workspace, dict[Problem, dict[str, Callable[[], None]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _ByToken(GridVariant):
@@ -666,6 +796,45 @@ class _ByToken(GridVariant):
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "ITEMS": config["items"]}
 
+    def number_bytes(self, problem: Problem, config: Config) -> int:
+        """Bytes of the workspace in which blocks tell each other the numbers of their ranks' tokens."""
+        return 0
+
+    def with_number(
+        self, problem: Problem, config: Config, workspace: Workspace, arguments: tuple[Any, ...]
+    ) -> Callable[[], Any]:
+        """A function that returns the launch of calls with a number of tokens, or None if there is none.
+
+        The first of these calls binds the kernel, so that nobody else waits for its compilation. Inside a capture
+        nothing can be bound, so an eager call also binds the kernel of captured calls.
+        """
+        import torch
+
+        request, found = self.request(problem, config), list[Any]()  # found: the launch or None, once that is known
+        room = workspace.layout.staging_bytes - self.staged(problem, config) - self.number_bytes(problem, config)
+        if "NUMBERED" not in request.resolve().arg_names or room < 0:
+            return lambda: None
+        request = replace(request, constants=tuple(sorted((*request.constants, ("NUMBERED", True)))))
+        blocks, device, context = int(config["num_blocks"]), workspace.device, contextvars.copy_context()
+
+        def bind() -> None:
+            if not found:
+                found.append(None)
+                with contextlib.suppress(InfeasibleError):
+                    found[0] = context.run(bind_kernel, request, blocks, device).fix(arguments)
+
+        last = _last_bound.setdefault(workspace, {}).setdefault(replace(problem, mode="eager"), {})
+        last[problem.mode] = bind
+
+        def launch() -> Any:
+            if not found and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                bind()
+                for each in last.values():
+                    each()
+            return found[0] if found else None
+
+        return launch
+
 
 class _Lamport(_ByToken):
     name = "tokens_lamport"
@@ -695,6 +864,13 @@ class _InBuffers(_ByToken):
 class _Dispatch(_ByToken):
     op = "ep_dispatch"
 
+    def number_bytes(self, problem: Problem, config: Config) -> int:
+        return 0 if self.room == "stage_bytes" else 4 * problem.world_size * int(config["num_blocks"])
+
+    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
+        room, more = super().lane_room(problem, config, layout), self.number_bytes(problem, config)
+        return room | Room(gather=min(room.gather + more, layout.staging_bytes) if more else 0)
+
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "EXPERTS": sizes_of(problem).experts}
 
@@ -704,16 +880,29 @@ class _Dispatch(_ByToken):
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
         extra = (*self.arguments(problem, config, workspace), overflow.cell.data_ptr())
         given = (None,) * (10 if self.in_buffers else 7)
-        launch = kernel.fix((*given, *sizes, *lane_arguments(problem, workspace), *extra))
+        arguments = (*given, *sizes, *lane_arguments(problem, workspace), *extra)
+        launch = kernel.fix(arguments)
+        numbered = self.with_number(problem, config, workspace, (*arguments, None, None))
         on_host, peers_of = workspace.device.type == "cpu", workspace.peers_of
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             overflow.check(workspace)
-            x, ids, *weights = inputs
-            at_weights = weights[0].data_ptr() if weights else 0
+            x, ids, *rest = inputs
+            outputs, limits = outputs[:3], outputs[3:]
+            number = rest.pop() if limits and limits[0].numel() else None
+            chosen, further, code = launch, [], None
+            if number is not None and (of_number := numbered()) is not None:
+                chosen, further = of_number, [number.data_ptr(), limits[0].data_ptr()]
+            weights = rest[0] if rest else None
+            if number is not None and not further:
+                ids, weights, code = within_number(ids, weights, number, limits[0])
+            at_weights = 0 if weights is None else weights.data_ptr()
             addresses = [output.data_ptr() if output.numel() else 0 for output in outputs]
             peers = [peers_of(each) if each.numel() else _NOWHERE for each in outputs] if self.in_buffers else ()
-            launch(stream, x.data_ptr(), ids.data_ptr(), at_weights, *addresses, ids.element_size() // 4, *peers)
+            words = ids.element_size() // 4
+            chosen(stream, x.data_ptr(), ids.data_ptr(), at_weights, *addresses, words, *peers, *further)
+            if code is not None:
+                overflow.note(code, s.tokens, workspace)
             if on_host:  # the interpreter has run the kernel to its end
                 overflow.check(workspace)
 
@@ -740,20 +929,26 @@ class _Combine(_ByToken):
         kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
         extra, peers_of = self.arguments(problem, config, workspace), workspace.peers_of
-        launch = kernel.fix((*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra))
+        arguments = (*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra)
+        launch, numbered = kernel.fix(arguments), self.with_number(problem, config, workspace, (*arguments, None))
         by_rank, in_buffers = problem.layout == BY_RANK, self.in_buffers
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             overflow.check(workspace)
+            chosen, further = launch, []
             if by_rank:
                 results, weights, ids, held = inputs
                 factors: tuple[int, ...] = (weights.data_ptr(),)
             else:
-                results, held, ids = inputs
+                results, held, ids, *limits = inputs
                 factors = () if in_buffers else (0,)
+                if limits and (of_number := numbered()) is not None:
+                    chosen, further = of_number, [limits[0].data_ptr()]
+                elif limits:
+                    ids = in_use(ids, limits[0][:1], NOT_HERE)
             peers = (peers_of(results),) if in_buffers else ()
             addresses = (results.data_ptr(), held.data_ptr(), *factors, ids.data_ptr(), outputs[0].data_ptr())
-            launch(stream, *addresses, ids.element_size() // 4, *peers)
+            chosen(stream, *addresses, ids.element_size() // 4, *peers, *further)
 
         return run
 
