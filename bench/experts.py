@@ -7,8 +7,9 @@ rank's experts): the defaults of the variants, and with --configs other grids ar
 travel with the ids, or, where the dispatch's variant does not take them, in an all_gather of the pair. The exchanges of
 --peers (bench/peers/flashinfer.py, bench/peers/deepep.py) take turns with each fastest pair. Both deliver tokens
 unsorted, FlashInfer's in its workspace, where it reads results too, DeepEP's in new tensors. Calls of a graph take
-turns over two slots, as a program's layers do. Routing is random: --topk of --experts. The slowest rank's median
-counts. Prints the fastest of each variant and both together.
+turns over two slots, as a program's layers do. Routing is random: --topk of --experts. With --num-tokens 64 the layout
+`tokens` also runs with 64 tokens in use of each larger number; the last column is the time beside that of 64 tokens
+alone. The slowest rank's median counts. Prints the fastest of each variant and both together.
 """
 
 from __future__ import annotations
@@ -96,6 +97,17 @@ def weighted(problem: Problem, inputs: list[Any], outputs: list[Any]) -> tuple[l
     return [(*each, given) for each in inputs], [(*each[:5], come) for each in outputs]
 
 
+def with_number(problem: Problem, number: int, inputs: list[Any], outputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The same where every rank has so many tokens: the kernels read the number on the device."""
+    device = outputs[0][0].device
+    limits = torch.tensor([number, number], dtype=torch.int32, device=device)
+    if problem.op == "ep_dispatch":
+        return [(*each, limits[:1].clone()) for each in inputs], [(*each, limits.clone()) for each in outputs]
+    for _, held, _ in inputs:
+        held.view(problem.world_size, problem.shape[0], -1)[:, number:] = -1
+    return [(*each, limits) for each in inputs], outputs
+
+
 def weights_of_all(communicator: Communicator, numel: int, stream: torch.cuda.Stream) -> Callable[[int], None]:
     """The all_gather of the weights that sums of each rank's experts need."""
     problem = Problem("all_gather", (numel,), "float32", communicator.world_size)
@@ -132,6 +144,7 @@ def main() -> None:
         experts=256,
         configs=False,
         peers=[],
+        num_tokens=0,
         csv=None,
     )
     device = join_group()
@@ -140,7 +153,11 @@ def main() -> None:
     stream = torch.cuda.Stream(device)
     adapters = [runpy.run_path(path) for path in options.peers]
     rows: list[dict[str, Any]] = []
-    for count, kind in itertools.product(options.tokens, KINDS):
+    alone: dict[str, float] = {}  # kind to both together, of --num-tokens tokens without others
+    for count, kind, number in itertools.product(options.tokens, KINDS, sorted({0, options.num_tokens})):
+        if number and (number >= count or kind == "contiguous"):
+            continue
+        named = f"{kind}, {number} used" if number else kind
         shape = (count, options.hidden, options.topk, options.experts)
         problems: dict[str, Problem] = {}
         calls: dict[str, list[tuple[Candidate, Callable[[int], None]]]] = {}
@@ -160,7 +177,7 @@ def main() -> None:
                     launch = communicator.bind(problem, candidate)
                 except InfeasibleError:
                     continue
-                given = inputs, outputs
+                given = with_number(problem, number, inputs, outputs) if number else (inputs, outputs)
                 if layout == "contiguous" and candidate.variant in WITH_WEIGHTS:
                     given = weighted(problem, inputs, outputs)
 
@@ -185,7 +202,7 @@ def main() -> None:
         for op, several in calls.items():
             latencies = slowest(times_in_turn([timed(call) for _, call in several], ROUNDS, stream))
             for (candidate, call), latency in zip(several, latencies, strict=True):
-                rows.append(row_of(problems[op], kind, str(candidate), latency))
+                rows.append(row_of(problems[op], named, str(candidate), latency))
                 for key in (op, f"{op} {candidate.variant}"):
                     if key not in fastest or latency.p50_us < fastest[key][0]:
                         fastest[key] = latency.p50_us, candidate, call
@@ -193,16 +210,19 @@ def main() -> None:
         if kind == "contiguous" and fastest["ep_dispatch"][1].variant not in WITH_WEIGHTS:
             pair.insert(1, weights_of_all(communicator, count * options.topk, stream))
         contenders = {"both": timed(*pair)}
-        for adapter in adapters:
+        for adapter in adapters if not number else ():
             contenders[adapter["NAME"]] = timed(by_peer(adapter, problems["ep_dispatch"], communicator, stream))
         together = slowest(times_in_turn(list(contenders.values()), ROUNDS, stream))
         for name, latency in zip(contenders, together, strict=True):
-            rows.append(row_of(problems["ep_combine"], f"{kind} {name}", "", latency))
+            rows.append(row_of(problems["ep_combine"], f"{named} {name}", "", latency))
         if communicator.rank == 0:
             for key, (us, candidate, _) in fastest.items():
-                print(f"{count:5} {kind:10} {key:30} {us:9.2f} us {candidate}")
+                print(f"{count:5} {named:19} {key:30} {us:9.2f} us {candidate}")
             for name, latency in zip(contenders, together, strict=True):
-                print(f"{count:5} {kind:10} {name:30} {latency.p50_us:9.2f} us", flush=True)
+                beside = f" x {latency.p50_us / alone[kind]:.2f}" if number and kind in alone else ""
+                print(f"{count:5} {named:19} {name:30} {latency.p50_us:9.2f} us{beside}", flush=True)
+        if count == options.num_tokens:
+            alone[kind] = together[0].p50_us
     communicator.check_peers()
     finish(communicator, rows, options.csv)
 

@@ -283,8 +283,8 @@ class _Dispatch(OpAdapter):
     """What both layouts share; `named` reads the options."""
 
     op = "ep_dispatch"
-    inputs = ("x", "topk_ids", "topk_weights")
-    optional = ("topk_weights",)
+    inputs: tuple[str, ...] = ("x", "topk_ids", "topk_weights")
+    optional: tuple[str, ...] = ("topk_weights",)
     reduces = False
     named: Any
 
