@@ -75,8 +75,13 @@ def variants_body() -> dict[str, object]:
     return {"checked": checked}
 
 
-def round_trip(way: tuple[str, str], sizes: tuple[int, int, int, int], turns: int, seed: int) -> int:
-    """Graphs of dispatch, experts and combine with buffers and without, replayed with new tokens, routes and delays."""
+def round_trip(
+    way: tuple[str, str], sizes: tuple[int, int, int, int], turns: int, seed: int, *, numbered: bool = False
+) -> int:
+    """Graphs of dispatch, experts and combine with buffers and without, replayed with new tokens, routes and delays.
+
+    `numbered`: each rank has a number of tokens, another one in each replay; behind it are NaN and ids of no expert.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokens, hidden, topk, experts = sizes
     local, shuffle = experts // world_size, random.Random(seed + rank)
@@ -85,12 +90,14 @@ def round_trip(way: tuple[str, str], sizes: tuple[int, int, int, int], turns: in
     x = torch.zeros(3, tokens, hidden, device="cuda")
     ids = torch.zeros(3, tokens, topk, device="cuda", dtype=torch.int32)
     weights = torch.zeros(3, tokens, topk, device="cuda")
+    number, place = torch.zeros(3, 1, device="cuda", dtype=torch.int32), torch.arange(tokens, device="cuda")
     y, seen = torch.zeros_like(x), torch.zeros(3, world_size * tokens, topk, device="cuda")
 
     def step(i: int) -> None:
         sent = tunedcomm.ep_dispatch(
-            x[i], ids[i], num_experts=experts, layout="tokens", topk_weights=weights[i], buffers=buffers
-        )
+            x[i], ids[i], num_experts=experts, layout="tokens", topk_weights=weights[i], buffers=buffers,
+            num_tokens=number[i] if numbered else None,
+        )  # fmt: skip
         assert sent.weights is not None
         seen[i].copy_(sent.weights)
         factors = (sent.weights * (sent.expert_ids + 1 + rank * local) * (sent.expert_ids >= 0)).sum(1, keepdim=True)
@@ -114,9 +121,17 @@ def round_trip(way: tuple[str, str], sizes: tuple[int, int, int, int], turns: in
             if turn % 4 == 2:  # none of some ranks, none to others
                 routes[turn // 4 % world_size] = -1
             given = torch.randint(1, 4, (world_size, *weights.shape), generator=generator, device="cuda").float()
-            x.copy_(drawn[rank])
-            ids.copy_(routes[rank])
-            weights.copy_(given[rank])
+            counts = torch.randint(0, tokens + 1, (world_size, 3, 1), generator=generator, device="cuda")
+            if turn % 3 == 0:
+                counts[turn % world_size :] = tokens
+            if not numbered:
+                counts.fill_(tokens)
+            behind = (place >= counts).unsqueeze(-1)
+            x.copy_(drawn[rank].masked_fill(behind[rank], float("nan")))
+            ids.copy_(routes[rank].masked_fill(behind[rank], 1 << 20))
+            weights.copy_(given[rank].masked_fill(behind[rank], float("nan")))
+            number.copy_(counts[rank])
+            given, routes = given.masked_fill(behind, 0), routes.masked_fill(behind, -1)
             y.fill_(float("nan"))
             if shuffle.random() < 0.3:
                 torch.cuda._sleep(shuffle.randrange(200_000))
@@ -126,7 +141,7 @@ def round_trip(way: tuple[str, str], sizes: tuple[int, int, int, int], turns: in
             else:
                 graph.replay()
             factors = (given[rank] * (routes[rank] + 1) * (routes[rank] >= 0)).sum(-1, keepdim=True)
-            assert torch.equal(y, drawn[rank] * factors), (way, sizes, turn)
+            assert torch.equal(y.masked_fill(behind[rank], 0), drawn[rank] * factors), (way, sizes, turn)
             assert torch.equal(seen, given.transpose(0, 1).reshape(seen.shape)), (way, sizes, turn)
             checked += 3
     tunedcomm.get_communicator().check_peers()
@@ -140,6 +155,16 @@ def public_body() -> dict[str, object]:
         for sizes in ((1, 64, 2, 8), (16, 7168, 8, 64), (128, 512, 8, 32), (700, 512, 4, 16)):
             if sizes[0] <= 128 or "tokens_lamport" not in way:
                 checked += round_trip(way, sizes, 24, seed)
+    return {"checked": checked}
+
+
+def numbers_body() -> dict[str, object]:
+    """Numbers of tokens that the kernels read: few of many, all, none."""
+    checked = 0
+    for seed, way in enumerate(WAYS):
+        for sizes in ((1, 64, 2, 8), (16, 7168, 6, 64), (128, 512, 8, 32), (700, 512, 4, 16), (4096, 512, 8, 32)):
+            if sizes[0] <= 128 or "tokens_lamport" not in way:
+                checked += round_trip(way, sizes, 24, 20 + seed, numbered=True)
     return {"checked": checked}
 
 

@@ -784,8 +784,8 @@ def ep_dispatch(
         num_tokens: int32, one number, on the tokens' device, on all ranks or on none: tokens from there on count as if
             their ids were −1. It may differ from rank to rank, and a graph's replay reads it anew; `x` has the same
             shape on every rank. In the layout `tokens` the exchange leaves these tokens out, and so does `ep_combine`:
-            it does not write their rows of `out`. Those of a new tensor are unspecified, but zeros where gradients are
-            recorded: with `torch.no_grad()` or `buffers` 64 tokens of 4096 take little more time than 64 of 64.
+            it does not write their rows of `out`. Those of a new tensor are unspecified, but zeros unless gradients are
+            switched off or `buffers` passed.
         compact: for `tokens`: also list the rows that hold tokens.
         buffers: for `tokens`, on all ranks or on none: what `ep_buffers` made. The results are views of its next slot,
             into which peers write, and are not differentiable. Work that reads or writes the slot must be in the
