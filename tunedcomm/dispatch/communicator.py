@@ -32,7 +32,6 @@ from tunedcomm.db.targets import warn_once
 from tunedcomm.dispatch.compare import fault_of, fresh_copies, norm_of_input
 from tunedcomm.dispatch.group_settings import AgreedSettings, policies
 from tunedcomm.dispatch.launches import (
-    SHARE_OF_EAGER,
     LaneOrder,
     NanWatch,
     after,
@@ -57,7 +56,7 @@ from tunedcomm.errors import (
 from tunedcomm.hardware import HARD_FIELDS, Environment, Sight, detect, kernel_identity, put_together, sight
 from tunedcomm.kernels.common import binaries
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.launch import within
+from tunedcomm.kernels.common.launch import SHARE_OF_EAGER, within
 from tunedcomm.kernels.moe.op import Overflow
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value

@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from tunedcomm.symm.control import Control
     from tunedcomm.symm.ring import HostRing
 
-# Of the GPU; two kernels that take no more than this fit side by side.
-SHARE_OF_EAGER = 0.5
-
 # Not empty while any group is intercepted.
 intercepted: list[bool] = []
 

@@ -14,8 +14,8 @@ from typing import Any
 from tunedcomm.dispatch import first_use, misses
 from tunedcomm.dispatch.communicator import Communicator, PlanKey, on_release
 from tunedcomm.dispatch.decide import beside_ordered, check_policy, decide, deciding, library_instead, note_force_mode
-from tunedcomm.dispatch.launches import SHARE_OF_EAGER
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
+from tunedcomm.kernels.common.launch import SHARE_OF_EAGER
 from tunedcomm.metrics import format_bytes
 from tunedcomm.selection.select import Decision, Source
 from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits_library, get_op

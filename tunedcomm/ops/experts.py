@@ -810,12 +810,13 @@ def ep_dispatch(
     path = _dispatch_tokens if layout == BY_TOKEN else _dispatch
     try:
         number = num_tokens if layout == BY_TOKEN else None  # the exchange leaves the other tokens out
-        if number is not None and (buffers is not None or not torch.is_grad_enabled()):
-            num_tokens = None
-        elif number is not None and topk_weights is not None:
+        records = buffers is None and torch.is_grad_enabled()
+        # The sorted layouts go by ids of −1. A recorded call has them, too, for its gradient goes by the ids.
+        masked_from = num_tokens if number is None or records else None
+        if number is not None and records and topk_weights is not None:
             topk_weights = in_use(topk_weights, number, 0)
-        if expert_map is not None or num_tokens is not None:
-            topk_ids = _chosen_ids(topk_ids, expert_map, num_tokens, group)
+        if expert_map is not None or masked_from is not None:
+            topk_ids = _chosen_ids(topk_ids, expert_map, masked_from, group)
         if scales is not None:
             if quantize is not None or buffers is not None:
                 raise UnsupportedInputError("scales are for tokens in fp8; pass no quantize and buffers beside them")
@@ -837,7 +838,7 @@ def ep_dispatch(
                 *outputs, output = buffers.next_slot(x, topk_ids, group)
                 if topk_weights is None:
                     outputs[2] = x.new_empty(0, dtype=torch.float32)
-            choices = (num_experts, buffers is None and torch.is_grad_enabled(), buffers is not None)
+            choices = (num_experts, records, buffers is not None)
             given = (x, topk_ids, topk_weights, number, *outputs, None)
             found = path.call(given, choices, group, "default", max_sms)
             turn = 0 if buffers is None else buffers.count()

@@ -9,10 +9,9 @@ from typing import get_args
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.dispatch.launches import SHARE_OF_EAGER
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels.common import binaries
-from tunedcomm.kernels.common.launch import CompileRequest, SharedGrid
+from tunedcomm.kernels.common.launch import SHARE_OF_EAGER, CompileRequest, SharedGrid
 from tunedcomm.selection.select import Registered, winners
 from tunedcomm.spec import Candidate, Mode, NumericsPolicy, Problem, get_variant
 from tunedcomm.symm.layout import limits_for

@@ -39,6 +39,8 @@ _OPTIONAL: dict[str, Value] = {"number": 0, "limits": 0, "NUMBERED": False}
 _MAX_THREADS_PER_SM = 2048
 _MAX_BLOCKS_PER_SM = 32
 _REGISTERS_PER_SM = 65536
+# Of the GPU: two kernels that take no more than this fit side by side.
+SHARE_OF_EAGER = 0.5
 
 
 Argument = int | tuple[int, ...]
@@ -201,6 +203,11 @@ def within(limit: float) -> Iterator[Residency]:
         yield found
     finally:
         _residency.reset(token)
+
+
+def residency() -> Residency | None:
+    """The share that kernels occupy that are bound now."""
+    return _residency.get()
 
 
 def fewer_registers(grid: int, threads: int, num_sms: int, limit: float) -> int:
@@ -440,10 +447,10 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
                 f"{properties.multi_processor_count} SMs at once (at most {fits} do); blocks that wait for peers must "
                 "all be resident"
             )
-        if (residency := _residency.get()) is not None:
-            if smaller := _with_fewer_registers(compiled, request, grid, fits, residency.limit, properties):
+        if (found := residency()) is not None:
+            if smaller := _with_fewer_registers(compiled, request, grid, fits, found.limit, properties):
                 compiled, fits = _loaded(smaller, properties)
-            residency.share = max(residency.share, grid / fits)
+            found.share = max(found.share, grid / fits)
     constants = request.every_constant()
     names = request.resolve().arg_names
     tail = tuple(constants[name] for name in names if name in constants)

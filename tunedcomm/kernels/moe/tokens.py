@@ -42,7 +42,6 @@ Numerics: ordered. Graph-safe: call counters live in the lane. Source: own.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,7 +64,7 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.launch import bind_kernel
+from tunedcomm.kernels.common.launch import SHARE_OF_EAGER, CompileRequest, bind_kernel, residency, within
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
     escape,
@@ -750,10 +749,54 @@ def are_few(problem: Problem, limits: Limits) -> bool:
 
 
 _NOWHERE = (0,) * (MAX_WORLD_SIZE - 1)  # peers' addresses of what is not there
-# Workspace to eager problem to mode to what binds the last launch's kernel for calls with a number of tokens.
-_last_bound: weakref.WeakKeyDictionary[Workspace, dict[Problem, dict[str, Callable[[], None]]]] = (
-    weakref.WeakKeyDictionary()
-)
+
+
+class _ByMode(dict[str, "_Numbered"]):
+    """Mode to the last launch of a problem; lives as long as one of them."""
+
+
+class _Numbered:
+    """The launch of calls with a number of tokens, bound by the first of these calls outside of captures.
+
+    So nobody else waits for its compilation. Nothing can be bound inside a capture, so an eager call binds the launch
+    of captured calls, too.
+    """
+
+    def __init__(self, request: CompileRequest, num_blocks: int, workspace: Workspace, arguments: tuple[Any, ...]):
+        self._request, self._num_blocks, self._device = request, num_blocks, workspace.device
+        self._arguments, self._plain = arguments, residency()
+        self._is_bound = False
+        self._launch: Callable[..., None] | None = None
+        self.by_mode = _ByMode()
+
+    def bind(self) -> None:
+        """Bind it, once. There is no launch if the kernel would take more of the GPU than the one without a number.
+
+        Whether launches wait their turn was decided by that kernel's share.
+        """
+        if self._is_bound:
+            return
+        self._is_bound = True
+        plain = self._plain
+        limit = 1.0 if plain is None else max(plain.share, min(plain.limit, SHARE_OF_EAGER))
+        with within(limit) as taken, contextlib.suppress(InfeasibleError):
+            kernel = bind_kernel(self._request, self._num_blocks, self._device)
+            if taken.share <= limit:
+                self._launch = kernel.fix(self._arguments)
+
+    def launch(self) -> Callable[..., None] | None:
+        """The launch, or None where there is none: the tokens then get ids of −1."""
+        import torch
+
+        if not self._is_bound and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            for each in (self, *self.by_mode.values()):
+                each.bind()
+        return self._launch
+
+
+# Workspace to eager problem to its launches.
+_numbered: weakref.WeakKeyDictionary[Workspace, weakref.WeakValueDictionary[Problem, _ByMode]]
+_numbered = weakref.WeakKeyDictionary()
 
 
 class _ByToken(GridVariant):
@@ -800,40 +843,20 @@ class _ByToken(GridVariant):
         """Bytes of the workspace in which blocks tell each other the numbers of their ranks' tokens."""
         return 0
 
-    def with_number(
+    def numbered(
         self, problem: Problem, config: Config, workspace: Workspace, arguments: tuple[Any, ...]
-    ) -> Callable[[], Any]:
-        """A function that returns the launch of calls with a number of tokens, or None if there is none.
-
-        The first of these calls binds the kernel, so that nobody else waits for its compilation. Inside a capture
-        nothing can be bound, so an eager call also binds the kernel of captured calls.
-        """
-        import torch
-
-        request, found = self.request(problem, config), list[Any]()  # found: the launch or None, once that is known
-        room = workspace.layout.staging_bytes - self.staged(problem, config) - self.number_bytes(problem, config)
-        if "NUMBERED" not in request.resolve().arg_names or room < 0:
+    ) -> Callable[[], Callable[..., None] | None]:
+        """`_Numbered.launch`, which gives None also where there is no such kernel, or no memory for it."""
+        request, layout = self.request(problem, config), workspace.layout
+        needed = self.staged(problem, config) + self.number_bytes(problem, config)
+        if "NUMBERED" not in request.resolve().arg_names or needed > layout.staging_bytes:
             return lambda: None
         request = replace(request, constants=tuple(sorted((*request.constants, ("NUMBERED", True)))))
-        blocks, device, context = int(config["num_blocks"]), workspace.device, contextvars.copy_context()
-
-        def bind() -> None:
-            if not found:
-                found.append(None)
-                with contextlib.suppress(InfeasibleError):
-                    found[0] = context.run(bind_kernel, request, blocks, device).fix(arguments)
-
-        last = _last_bound.setdefault(workspace, {}).setdefault(replace(problem, mode="eager"), {})
-        last[problem.mode] = bind
-
-        def launch() -> Any:
-            if not found and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-                bind()
-                for each in last.values():
-                    each()
-            return found[0] if found else None
-
-        return launch
+        made = _Numbered(request, int(config["num_blocks"]), workspace, arguments)
+        of_group = _numbered.setdefault(workspace, weakref.WeakValueDictionary())
+        made.by_mode = of_group.setdefault(replace(problem, mode="eager"), made.by_mode)
+        made.by_mode[problem.mode] = made
+        return made.launch
 
 
 class _Lamport(_ByToken):
@@ -882,7 +905,7 @@ class _Dispatch(_ByToken):
         given = (None,) * (10 if self.in_buffers else 7)
         arguments = (*given, *sizes, *lane_arguments(problem, workspace), *extra)
         launch = kernel.fix(arguments)
-        numbered = self.with_number(problem, config, workspace, (*arguments, None, None))
+        numbered = self.numbered(problem, config, workspace, (*arguments, None, None))
         on_host, peers_of = workspace.device.type == "cpu", workspace.peers_of
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -930,7 +953,7 @@ class _Combine(_ByToken):
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
         extra, peers_of = self.arguments(problem, config, workspace), workspace.peers_of
         arguments = (*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra)
-        launch, numbered = kernel.fix(arguments), self.with_number(problem, config, workspace, (*arguments, None))
+        launch, numbered = kernel.fix(arguments), self.numbered(problem, config, workspace, (*arguments, None))
         by_rank, in_buffers = problem.layout == BY_RANK, self.in_buffers
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
