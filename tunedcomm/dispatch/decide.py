@@ -106,7 +106,7 @@ def library_instead(decision: Decision, reason: str) -> Decision:
 def deciding(
     communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
 ) -> Callable[..., Decision]:
-    """`decide` for a group as it is now, with `with_reasons` left to the caller; it holds no group.
+    """Return `decide` for a group as it is now; the caller passes `with_reasons`. The result does not hold the group.
 
     Raises:
         InfeasibleError: TUNEDCOMM_MODE=off, and the policy does not admit the library.

@@ -59,7 +59,7 @@ def counter(
     readers of counts leave out problems that no kernel can run: to find that out takes longer than a call.
 
     Args:
-        communicator: of the group that calls it; takes a note of the problem if it takes notes.
+        communicator: of the group that calls it. The problem is added to `communicator.noted` if that is a dict.
         problem: what is called.
         source: the rule that chose what is launched.
         policy: numerics classes that the caller accepts.

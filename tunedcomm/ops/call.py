@@ -523,7 +523,11 @@ class CallPath(Generic[Result]):
         return adapter.under_policy(problem, signature.policy)
 
     def _plan(self, communicator: Communicator, problem: Problem, signature: CallSignature) -> tuple[Plan, bool]:
-        """The plan, and whether it is kept: made for both modes, but inside a capture a new problem cannot be bound."""
+        """Return the plan, and True if the group keeps it.
+
+        A new problem gets a plan for each mode. In a capture the library serves a new problem, by a plan that is not
+        kept, for nothing can be bound there.
+        """
         capturing, key = signature.capturing, (problem, signature.policy, signature.max_sms)
         found: Plan | None = communicator.plans.get(PlanKey(*key, capturing))
         if found is not None:

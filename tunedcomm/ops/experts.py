@@ -289,7 +289,7 @@ class _Dispatch(OpAdapter):
     named: Any
 
     @abstractmethod
-    def room(self, problem: Problem, options: Any) -> tuple[int, int]:
+    def rows_and_alignment(self, problem: Problem, options: Any) -> tuple[int, int]:
         """Rows of an expert, or of all of them, and the alignment of experts."""
 
     def operands(self, inputs: Tensors, options: Any) -> Tensors:
@@ -298,7 +298,7 @@ class _Dispatch(OpAdapter):
 
     def fill_alone(self, communicator: Communicator, inputs: Tensors, targets: Tensors, options: Any) -> None:
         problem = self.problem(inputs, options, 1)
-        capacity, alignment = self.room(problem, options)
+        capacity, alignment = self.rows_and_alignment(problem, options)
         results, code = dispatched([self.operands(inputs, options)], 0, problem, capacity, alignment)
         for target, result in zip(targets, results, strict=True):
             target.copy_(result)
@@ -364,9 +364,9 @@ class _DispatchSorted(_Dispatch):
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         problem = self.problem(inputs, options, world_size, Problem)  # sizes may be symbols, which are not looked up
-        return token_shapes(problem, self.room(problem, options)[0], weighted=inputs[2] is not None)
+        return token_shapes(problem, self.rows_and_alignment(problem, options)[0], weighted=inputs[2] is not None)
 
-    def room(self, problem: Problem, options: Any) -> tuple[int, int]:
+    def rows_and_alignment(self, problem: Problem, options: Any) -> tuple[int, int]:
         _, capacity, *_, alignment, _ = options
         return default_capacity(problem, alignment) if capacity is None else int(capacity), alignment
 
@@ -393,7 +393,7 @@ class _DispatchSorted(_Dispatch):
         counts.zero_()
         weights.zero_()
         rows.fill_(-1)
-        offsets.copy_(offsets_of(counts, problem, *self.room(problem, options)))
+        offsets.copy_(offsets_of(counts, problem, *self.rows_and_alignment(problem, options)))
         return True
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
@@ -551,7 +551,7 @@ class _DispatchByToken(_Dispatch):
         problem = self.problem(inputs, options, world_size, Problem)
         return shapes_by_token(problem, weighted=inputs[2] is not None, numbered=inputs[3] is not None)
 
-    def room(self, problem: Problem, options: Any) -> tuple[int, int]:
+    def rows_and_alignment(self, problem: Problem, options: Any) -> tuple[int, int]:
         """No capacity, and an alignment that nothing depends on."""
         return 0, ALIGNMENT
 

@@ -203,7 +203,7 @@ class Tables:
         return self._pins.get(problem)
 
     def in_any_mode(self, problem: Problem) -> Problem:
-        """`problem`, or the last one if only their modes differ: a size is asked in both, one after the other."""
+        """Return one object for both modes of a problem: by it `_Judge` knows the problem that it has just checked."""
         last = self._last
         if last is None or last.shape != problem.shape or _form_of(last) != _form_of(problem):
             self._last = last = problem

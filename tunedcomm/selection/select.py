@@ -80,9 +80,10 @@ class Catalog(Protocol):
         return self
 
     def checker(self, candidate: Candidate, *, by_name: bool) -> Callable[[Problem], str | None]:
-        """A function that says why `candidate` cannot run a problem, or None; unless `by_name`, may only be forced.
+        """Return a function that says why `candidate` cannot run a problem, or None.
 
-        Unknown variants and configs outside of their space have a reason, too. Never asked about the library.
+        Without `by_name` the function also refuses what may only be forced. Unknown variants and configs outside of
+        their space have a reason, too. Never asked about the library.
         """
 
     def source_hash(self, op: str, variant: str) -> str | None:

@@ -116,15 +116,15 @@ def in_order(w0, w1, w2, w3):
 
 
 @triton.jit
-def poll_ids(mine, lines, slot, packet, mask, q, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+def poll_ids(own_line, lines, slot, packet, mask, q, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
     """Wait for the peers' ids; line s of the result has the ids of rank (rank + s) mod WORLD_SIZE, line 0 `mine`."""
     words = poll_packets(lines + packet * 16, slot, mask, rank, timeout_ns, status, WORLD_SIZE)
-    come, found = (), (mine,)
+    come, found = (), (own_line,)
     for i in tl.static_range(WORLD_SIZE):
         line = in_order(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
         come = come + (tl.where(q * 4 < slot, line, -1),)  # type: ignore[assignment]
     for s in tl.static_range(1, WORLD_SIZE):
-        line = mine
+        line = own_line
         for i in tl.static_range(WORLD_SIZE):
             line = tl.where((rank + s) % WORLD_SIZE == i, come[i], line)
         found = found + (line,)  # type: ignore[assignment]
@@ -177,21 +177,21 @@ def peek_packets(address, mask):
 
 @triton.jit
 def take_packets(
-    come, beside, mask_slot, seen, item: tl.constexpr, r, here, timeout_ns, status, WORLD_SIZE: tl.constexpr
+    come, beside, mask_slot, seen, item: tl.constexpr, r, in_row, timeout_ns, status, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
     """The words of packets of rank r that `peek_packets` saw; poll the late ones, and put the sentinel back."""
     w0, w1, w2, w3 = seen[4 * item], seen[4 * item + 1], seen[4 * item + 2], seen[4 * item + 3]
-    late = here & ((w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL))
+    late = in_row & ((w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL))
     sender = tl.zeros(come.shape, tl.int32) + r.to(tl.int32)
     p0, p1, p2, p3 = poll_from(come, late, sender, timeout_ns, status)
     w0, w1, w2, w3 = tl.where(late, p0, w0), tl.where(late, p1, w1), tl.where(late, p2, w2), tl.where(late, p3, w3)
-    escaped = has_escape(w0, w1, w2, w3) & here
+    escaped = has_escape(w0, w1, w2, w3) & in_row
     found = poll_words(beside, mask_slot, escaped.to(tl.int32) << sender, timeout_ns, status, WORLD_SIZE)
     said = found[0]
     for i in tl.static_range(1, WORLD_SIZE):  # 0 but for the sender's
         said = said | found[i]
     empty = tl.full(come.shape, SENTINEL, tl.int32)
-    store_packets(come, empty, empty, empty, empty, here)
+    store_packets(come, empty, empty, empty, empty, in_row)
     store_word(beside + r * mask_slot, empty, escaped)
     return restore(w0, said, 0), restore(w1, said, 1), restore(w2, said, 2), restore(w3, said, 3)
 
@@ -216,14 +216,14 @@ def push_tokens(
                 words = words + load_packets(x + (token * wire_packets + packet) * 16, packet < wire_packets)
             for item in tl.static_range(ITEMS):
                 packet = start + item * BLOCK + tl.arange(0, BLOCK)
-                here = packet < wire_packets
+                in_row = packet < wire_packets
                 w0, w1, w2, w3 = words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3]  # type: ignore[var-annotated]
                 sentinels = sentinel_mask_of(w0, w1, w2, w3)
                 w0, w1, w2, w3 = escape(w0), escape(w1), escape(w2), escape(w3)
-                escaped = here & has_escape(w0, w1, w2, w3)
+                escaped = in_row & has_escape(w0, w1, w2, w3)
                 for i in tl.static_range(WORLD_SIZE - 1):
                     goes = tl.max((owner == (rank + 1 + i) % WORLD_SIZE).to(tl.int32), axis=0) > 0
-                    store_packets(peers[i] + data + (row + packet) * 16, w0, w1, w2, w3, here & goes, REMOTE=True)
+                    store_packets(peers[i] + data + (row + packet) * 16, w0, w1, w2, w3, in_row & goes, REMOTE=True)
                     store_word(peers[i] + masks + (row + packet) * 4, sentinels, escaped & goes)
 
 
@@ -241,10 +241,10 @@ def tell_counts(
     for s in tl.static_range(1, WORLD_SIZE):
         counts += count_ids(found[s], 0, EXPERTS, BINS)
         wrong += tl.sum((found[s] == -2).to(tl.int32), axis=0)
-    mine = tl.gather(counts, tl.minimum(rank * LOCAL + e, EXPERTS - 1).to(tl.int32), 0)
-    mine = tl.where(e < LOCAL, mine, 0)
-    begins, ends = first_rows(mine, capacity, alignment, PADDED, WIDTH)
-    store_words(counts_out, e, mine, e < LOCAL)
+    own_counts = tl.gather(counts, tl.minimum(rank * LOCAL + e, EXPERTS - 1).to(tl.int32), 0)
+    own_counts = tl.where(e < LOCAL, own_counts, 0)
+    begins, ends = first_rows(own_counts, capacity, alignment, PADDED, WIDTH)
+    store_words(counts_out, e, own_counts, e < LOCAL)
     store_words(offsets_out, e, begins.to(tl.int32), e < LOCAL)
     store_words(offsets_out, e + 1, ends.to(tl.int32), e == LOCAL - 1)
     every = tl.where(tl.arange(0, BINS) == EXPERTS, wrong, counts)
@@ -301,23 +301,23 @@ def dispatch_lamport_kernel(
     if block == 0:
         for i in tl.static_range(WORLD_SIZE - 1):
             store_packets(peers[i] + lines + rank * slot + packet * 16, w0, w1, w2, w3, sent, REMOTE=True)
-    mine = in_order(w0, w1, w2, w3)
+    own_line = in_order(w0, w1, w2, w3)
     if block == blocks:
         if weights != 0:
             v0, v1, v2, v3 = words_of(weights, packet, tokens * TOPK)
             for i in tl.static_range(WORLD_SIZE - 1):
                 store_packets(peers[i] + beside_ids + rank * slot + packet * 16, v0, v1, v2, v3, sent, REMOTE=True)
             write_weights(weights_out, rank, (v0, v1, v2, v3), packet, tokens * TOPK, True)
-        found = poll_ids(mine, local + lines, slot, packet, sent, q, rank, timeout_ns, status, WORLD_SIZE)
+        found = poll_ids(own_line, local + lines, slot, packet, sent, q, rank, timeout_ns, status, WORLD_SIZE)
         tell_counts(
             found, counts_out, offsets_out, capacity, alignment, rank, cell, WORLD_SIZE, EXPERTS, PADDED, WIDTH
         )  # fmt: skip
         empty = tl.full((ID_PACKETS,), SENTINEL, tl.int32)
         if weights != 0:
             come = local + beside_ids + packet * 16
-            theirs = poll_packets(come, slot, sent, rank, timeout_ns, status, WORLD_SIZE)
+            peer_words = poll_packets(come, slot, sent, rank, timeout_ns, status, WORLD_SIZE)
             for i in tl.static_range(WORLD_SIZE):
-                of_rank = (theirs[4 * i], theirs[4 * i + 1], theirs[4 * i + 2], theirs[4 * i + 3])
+                of_rank = (peer_words[4 * i], peer_words[4 * i + 1], peer_words[4 * i + 2], peer_words[4 * i + 3])
                 write_weights(weights_out, i, of_rank, packet, tokens * TOPK, rank != i)
                 store_packets(come + i * slot, empty, empty, empty, empty, sent & (rank != i))
         one = tl.arange(0, 1)
@@ -331,8 +331,8 @@ def dispatch_lamport_kernel(
             WORLD_SIZE, TOPK, EXPERTS, SPLIT, BLOCK, ITEMS,
         )  # fmt: skip
         own = rank.to(tl.int32) * LOCAL  # the first expert here
-        counts = (count_ids(mine, own, LOCAL, WIDTH),)
-        found = poll_ids(mine, local + lines, slot, packet, sent, q, rank, timeout_ns, status, WORLD_SIZE)
+        counts = (count_ids(own_line, own, LOCAL, WIDTH),)
+        found = poll_ids(own_line, local + lines, slot, packet, sent, q, rank, timeout_ns, status, WORLD_SIZE)
         tl.atomic_add(polled, block * 0 + 1, sem="release", scope="gpu")
         total = counts[0]
         for s in tl.static_range(1, WORLD_SIZE):
@@ -350,15 +350,15 @@ def dispatch_lamport_kernel(
                     base += tl.where((rank + s) % WORLD_SIZE < r, counts[s], 0)
                 named = tl.where(k < TOPK, tl.gather(line, at, 0), -1)
                 expert = named - own
-                here = (expert >= 0) & (expert < LOCAL)
-                expert = tl.where(here, expert, 0)
+                is_local = (expert >= 0) & (expert < LOCAL)
+                expert = tl.where(is_local, expert, 0)
                 before = (line[None, :] == named[:, None]) & (q[None, :] < at[:, None])
                 row = tl.gather(base, expert, 0) + tl.sum(before.to(tl.int32), axis=1)
                 limit = (expert.to(tl.int64) + 1) * capacity if PADDED else capacity
-                row = tl.where(here, tl.where((row >= 0) & (row < limit), row, -2), -1)
+                row = tl.where(is_local, tl.where((row >= 0) & (row < limit), row, -2), -1)
                 row_at = r * tokens + token
                 store_words(rows, row_at * TOPK + k, row.to(tl.int32), (k < TOPK) & (part == 0))
-                wanted = tl.max(here.to(tl.int32), axis=0) > 0
+                wanted = tl.max(is_local.to(tl.int32), axis=0) > 0
                 targets = ()
                 for i in tl.static_range(TOPK):
                     targets = targets + (tl.sum(tl.where(k == i, row, 0), axis=0),)  # type: ignore[assignment]
@@ -416,22 +416,22 @@ def combine_lamport_kernel(
         )  # fmt: skip
         for begin in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
             at = begin + threads
-            here = at < row_packets
+            in_row = at < row_packets
             seen = ()
             for k in tl.static_range(TOPK):
-                seen = seen + peek_packets(sources[k] + at * 16, here & there[k])
+                seen = seen + peek_packets(sources[k] + at * 16, in_row & there[k])
             words = ()
             for k in tl.static_range(TOPK):
                 w0, w1, w2, w3 = seen[4 * k], seen[4 * k + 1], seen[4 * k + 2], seen[4 * k + 3]  # type: ignore[var-annotated]
                 late = (w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL)
-                late = late & here & (remote[k] >= 0)
+                late = late & in_row & (remote[k] >= 0)
                 sender = tl.zeros((BLOCK,), tl.int32) + remote[k] // LOCAL
                 p0, p1, p2, p3 = poll_from(sources[k] + at * 16, late, sender, timeout_ns, status)
-                store_packets(sources[k] + at * 16, empty, empty, empty, empty, here & (remote[k] >= 0))
+                store_packets(sources[k] + at * 16, empty, empty, empty, empty, in_row & (remote[k] >= 0))
                 words = words + (tl.where(late, p0, w0), tl.where(late, p1, w1))  # type: ignore[assignment]
                 words = words + (tl.where(late, p2, w2), tl.where(late, p3, w3))  # type: ignore[assignment]
             y0, y1, y2, y3 = weigh_packets(words, weight, valid, TOPK, DTYPE)
-            store_packets(y + summed * row_bytes + at * 16, y0, y1, y2, y3, here)
+            store_packets(y + summed * row_bytes + at * 16, y0, y1, y2, y3, in_row)
 
     others = ((1 << WORLD_SIZE) - 1 - (1 << rank)) + one * 0
     hello = local + stage + block * 16 + one
@@ -446,7 +446,7 @@ class _Lamport(GridVariant):
     name = "lamport"
     space = Space(GRID)
     trailing_arguments = ("arena", "stage_bytes")
-    room = "stage_bytes"
+    limit_name = "stage_bytes"
     host_preferred: Mapping[str, float] = {**HOST_GRID, "split": 1}
 
     def is_usual(self, problem: Problem, limits: Limits) -> bool:

@@ -154,8 +154,8 @@ def local_ids(ids: torch.Tensor, rank: int, problem: Problem) -> torch.Tensor:
     import torch
 
     s = sizes_of(problem)
-    here = (ids >= rank * s.local) & (ids < (rank + 1) * s.local)
-    return torch.where(here, ids - rank * s.local, NOT_HERE).int()
+    is_local = (ids >= rank * s.local) & (ids < (rank + 1) * s.local)
+    return torch.where(is_local, ids - rank * s.local, NOT_HERE).int()
 
 
 def offsets_of(counts: torch.Tensor, problem: Problem, capacity: int, alignment: int) -> torch.Tensor:
@@ -410,10 +410,10 @@ def _unpack_by_token(
     s = sizes_of(problem)
     row, ids, weights = wire.split([s.row_bytes, 4 * s.topk, 4 * s.topk], 1)
     ids = ids.contiguous().view(torch.int32)
-    here = local_ids(ids, rank, problem)
+    held = local_ids(ids, rank, problem)
     target = outputs[0].view(torch.uint8)
-    torch.where((here >= 0).any(1, keepdim=True), row, target, out=target)
-    outputs[1].copy_(here)
+    torch.where((held >= 0).any(1, keepdim=True), row, target, out=target)
+    outputs[1].copy_(held)
     if outputs[2].numel():
         outputs[2].copy_(weights.contiguous().view(torch.float32))
     wrong: torch.Tensor = ((ids < -1) | (ids >= s.experts)).sum()
@@ -846,8 +846,8 @@ class CombineLibrary(LibraryVariant, registered=True):
             due = owner == torch.arange(n, dtype=torch.int64, device=ids.device)[:, None]  # [n, T · K]
             counts: list[list[int]] = []
             if problem.mode == "eager":
-                here = places != NOT_HERE
-                counts, places = torch.stack([due.sum(1), here.sum(1)]).tolist(), places[here]
+                is_placed = places != NOT_HERE
+                counts, places = torch.stack([due.sum(1), is_placed.sum(1)]).tolist(), places[is_placed]
             overflow.check(workspace)  # after what was waited for
             sent = some_rows(results.view(-1, s.hidden))[places.clamp(min=0).long()].masked_fill_(
                 places.unsqueeze(-1) < 0, 0

@@ -106,15 +106,15 @@ def count_before(ids, id_words, first, token, TOPK: tl.constexpr):
     """(experts of a token, tokens of each that come before it, from the token `first` on)."""
     k = tl.arange(0, next_power_of_2(TOPK))
     at = token * TOPK + k
-    mine = load_words(ids, at * id_words, k < TOPK, -1)
+    own_ids = load_words(ids, at * id_words, k < TOPK, -1)
     count = tl.zeros((next_power_of_2(TOPK),), tl.int32)
     end = (token + 1) * TOPK
     for start in tl.range(first * TOPK, end, CHUNK):
         q = start + tl.arange(0, CHUNK)
-        theirs = load_words(ids, q * id_words, q < end, -2)
-        same = (theirs[None, :] == mine[:, None]) & (q[None, :] < at[:, None])
+        earlier_ids = load_words(ids, q * id_words, q < end, -2)
+        same = (earlier_ids[None, :] == own_ids[:, None]) & (q[None, :] < at[:, None])
         count += tl.sum(same.to(tl.int32), axis=1)
-    return mine, count
+    return own_ids, count
 
 
 @triton.jit
@@ -141,10 +141,10 @@ def count_kernel(ids, id_words, num_ids, counted, EXPERTS: tl.constexpr):
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     first = tl.program_id(0) * SPAN
     earlier = count_all(ids, id_words, 0, first, EXPERTS, 16 * SPAN)
-    here = tl.arange(0, SPAN)
-    at = first + here
+    offsets = tl.arange(0, SPAN)
+    at = first + offsets
     expert = load_words(ids, at * id_words, at < num_ids, -1)
-    same = (expert[None, :] == expert[:, None]) & (here[None, :] < here[:, None])
+    same = (expert[None, :] == expert[:, None]) & (offsets[None, :] < offsets[:, None])
     named = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
     before = tl.gather(earlier, named, 0) + tl.sum(same.to(tl.int32), axis=1)
     store_words(counted + BINS * 4, at, before, at < num_ids)
@@ -159,8 +159,8 @@ def place_of(ids, id_words, token, counted, TOPK: tl.constexpr, EXPERTS: tl.cons
     if COUNTED:
         k = tl.arange(0, next_power_of_2(TOPK))
         at = token * TOPK + k
-        mine = load_words(ids, at * id_words, k < TOPK, -1)
-        return mine, load_words(counted + next_power_of_2(EXPERTS + 1) * 4, at, k < TOPK, 0)
+        own_ids = load_words(ids, at * id_words, k < TOPK, -1)
+        return own_ids, load_words(counted + next_power_of_2(EXPERTS + 1) * 4, at, k < TOPK, 0)
     else:
         return count_before(ids, id_words, 0, token, TOPK)
 
@@ -219,9 +219,9 @@ def tell_overflow(
     if not PADDED:
         aligned = (counts + alignment - 1) // alignment * alignment
         for d in tl.static_range(WORLD_SIZE):
-            here = real & (expert // LOCAL == d)
-            theirs = tl.where(here, aligned, 0)
-            begins = tl.where(here, tl.cumsum(theirs, 0) - theirs, begins)
+            on_rank = real & (expert // LOCAL == d)
+            rows = tl.where(on_rank, aligned, 0)
+            begins = tl.where(on_rank, tl.cumsum(rows, 0) - rows, begins)
     over = real & (counts > 0) & (begins + counts > capacity)
     first = tl.min(tl.where(over, expert, BINS), axis=0).to(tl.int64)
     count = tl.sum(tl.where(expert == first, counts, 0), axis=0)
@@ -234,7 +234,7 @@ def tell_overflow(
 
 
 @triton.jit
-def share_counts(own, area, peers, rank, mine, WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr):
+def share_counts(own, area, peers, rank, own_counts, WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr):
     """Write this block's copy of the own counts to `own` and the peers' `area`; they need those of their experts alone.
 
     Block 0 writes all of them, so that its counterparts can tell of an overflow on any rank.
@@ -244,10 +244,10 @@ def share_counts(own, area, peers, rank, mine, WORLD_SIZE: tl.constexpr, EXPERTS
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     at = (rank * blocks + block) * BINS + bins
-    store_words(own, at, mine, bins <= EXPERTS)
+    store_words(own, at, own_counts, bins <= EXPERTS)
     for i in tl.static_range(WORLD_SIZE - 1):
-        theirs = (bins // LOCAL == (rank + 1 + i) % WORLD_SIZE) | (block == 0)
-        send_words(peers[i] + area + at * 4, mine, theirs & (bins <= EXPERTS))
+        wanted = (bins // LOCAL == (rank + 1 + i) % WORLD_SIZE) | (block == 0)
+        send_words(peers[i] + area + at * 4, own_counts, wanted & (bins <= EXPERTS))
 
 
 @triton.jit
@@ -318,10 +318,10 @@ def send_token(
         targets = targets + (tl.sum(tl.where(k == i, row, 0), axis=0),)  # type: ignore[assignment]
     goes = ()
     for i in tl.static_range(WORLD_SIZE - 1):
-        theirs = owner == (rank + 1 + i) % WORLD_SIZE
-        place = tl.where(theirs, before * LOCAL + experts % LOCAL, -1)
+        of_peer = owner == (rank + 1 + i) % WORLD_SIZE
+        place = tl.where(of_peer, before * LOCAL + experts % LOCAL, -1)
         send_words(peers[i] + places + (at * next_power_of_2(TOPK) + k) * 4, place, k < TOPK)
-        goes = goes + (tl.max(theirs.to(tl.int32), axis=0),)  # type: ignore[assignment]
+        goes = goes + (tl.max(of_peer.to(tl.int32), axis=0),)  # type: ignore[assignment]
     threads = tl.arange(0, BLOCK)
     for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
         words = ()
@@ -330,11 +330,11 @@ def send_token(
             words = words + load_packets(source + loaded * 16, loaded < wire_packets)
         for item in tl.static_range(ITEMS):
             packet = start + item * BLOCK + threads
-            here = packet < wire_packets
+            in_row = packet < wire_packets
             w0, w1, w2, w3 = words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3]  # type: ignore[var-annotated]
             for i in tl.static_range(WORLD_SIZE - 1):
-                store_packets(peers[i] + place_at + packet * 16, w0, w1, w2, w3, here & (goes[i] > 0))
-            write_token(out, scales, targets, packet, (w0, w1, w2, w3), here, row_packets, TOPK, SCALES)
+                store_packets(peers[i] + place_at + packet * 16, w0, w1, w2, w3, in_row & (goes[i] > 0))
+            write_token(out, scales, targets, packet, (w0, w1, w2, w3), in_row, row_packets, TOPK, SCALES)
 
 
 @triton.jit
@@ -358,11 +358,11 @@ def rows_of_token(table, places, rows, part, capacity, TOPK: tl.constexpr, LOCAL
 
 
 @triton.jit
-def write_token(out, scales, targets, packet, words, here, row_packets, TOPK: tl.constexpr, SCALES: tl.constexpr):
+def write_token(out, scales, targets, packet, words, in_row, row_packets, TOPK: tl.constexpr, SCALES: tl.constexpr):
     """Write packets of a token, as it travels, to its rows."""
     for i in tl.static_range(TOPK):
         row = targets[i]
-        there = here & (row >= 0)
+        there = in_row & (row >= 0)
         is_token = there & (packet < row_packets)
         store_packets(out + (row * row_packets + packet) * 16, words[0], words[1], words[2], words[3], is_token)
         if SCALES > 0:
@@ -401,11 +401,11 @@ def dispatch_kernel(
     arrive(peers, rank, epoch + 1, WORLD_SIZE)
     if COUNTED:
         bins = tl.arange(0, BINS)
-        mine = load_words(counted, bins, bins < BINS, 0)
+        own_counts = load_words(counted, bins, bins < BINS, 0)
     else:
-        mine = count_all(ids, id_words, 0, tokens * TOPK, EXPERTS, CHUNK)
+        own_counts = count_all(ids, id_words, 0, tokens * TOPK, EXPERTS, CHUNK)
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    share_counts(local + gather, gather, peers, rank, mine, WORLD_SIZE, EXPERTS)
+    share_counts(local + gather, gather, peers, rank, own_counts, WORLD_SIZE, EXPERTS)
     exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
     table = local + tables + block * (WORLD_SIZE * WIDTH * 4)
     fill_table(
@@ -442,9 +442,9 @@ def dispatch_kernel(
                             words = words + load_packets(come + packet * 16, (packet < wire_packets) & wanted)
                         for item in tl.static_range(ITEMS):
                             packet = start + item * BLOCK + threads
-                            here = (packet < wire_packets) & wanted
+                            in_row = (packet < wire_packets) & wanted
                             own = (words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3])
-                            write_token(out, scales, targets, packet, own, here, row_packets, TOPK, SCALES)
+                            write_token(out, scales, targets, packet, own, in_row, row_packets, TOPK, SCALES)
         if c < num_chunks:
             arrive(peers, rank, epoch + 3 + c, WORLD_SIZE)
     write_counter(local, epoch + 2 + num_chunks, EPOCH_OFFSET)
@@ -463,16 +463,16 @@ def send_results(
             found = found + (load_word(asked, k).to(tl.int64),)  # type: ignore[assignment]
         for start in tl.range(part * BLOCK, row_packets, SPLIT * BLOCK):
             packet = start + tl.arange(0, BLOCK)
-            here = packet < row_packets
+            in_row = packet < row_packets
             words = ()
             for k in tl.static_range(TOPK):  # all loads before the first store
-                words = words + load_packets(results + (found[k] * row_packets + packet) * 16, here & (found[k] >= 0))
+                words = words + load_packets(results + (found[k] * row_packets + packet) * 16, in_row & (found[k] >= 0))
             for k in tl.static_range(TOPK):
                 w0, w1, w2, w3 = words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]  # type: ignore[var-annotated]
                 if POLLED:
                     w0, w1, w2, w3 = escape_sentinels(w0, w1, w2, w3)
                 at = peers[i] + place + (k * row_packets + packet) * 16
-                store_packets(at, w0, w1, w2, w3, here & (found[k] != -1), REMOTE=POLLED)
+                store_packets(at, w0, w1, w2, w3, in_row & (found[k] != -1), REMOTE=POLLED)
 
 
 @triton.jit
@@ -565,7 +565,7 @@ class GridVariant(KernelVariant):
 
     by_token = False
     trailing_arguments: tuple[str, ...] = ("gather", "num_chunks")
-    room = "staging_bytes"  # of `Limits`
+    limit_name = "staging_bytes"  # the field of `Limits`
     host_preferred: Mapping[str, float] = {**HOST_GRID, "chunk_tokens": 32, "split": 1, "items": 1}
     most_registers = 255
 
@@ -608,7 +608,7 @@ class GridVariant(KernelVariant):
 
     def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
         nbytes = self.staged(problem, config)
-        return Room(stage=nbytes) if self.room == "stage_bytes" else Room(gather=nbytes)
+        return Room(stage=nbytes) if self.limit_name == "stage_bytes" else Room(gather=nbytes)
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
         return super().arguments(problem, {**config, "num_chunks": self.num_chunks(problem, config)}, workspace)
@@ -621,7 +621,7 @@ class GridVariant(KernelVariant):
         if (row_bytes := sizes_of(problem).row_bytes) % PACKET_BYTES:
             return f"kernels move tokens of whole packets of {PACKET_BYTES} bytes, not of {row_bytes} bytes"
         if "chunk_tokens" not in self.space.names and (
-            (needed := problem.shape[0] * self.token_bytes(problem)) > (room := getattr(limits, self.room))
+            (needed := problem.shape[0] * self.token_bytes(problem)) > (room := getattr(limits, self.limit_name))
         ):
             return f"its tokens need {needed} bytes of a workspace with room for {room} of them"
         return None
@@ -638,7 +638,7 @@ class GridVariant(KernelVariant):
         items = (int(config.get("items", 1)) + 1) // 2  # tokens in fp8 have half as many packets
         if (split * items - 1) * threads >= self.packets(problem):
             return f"{self.packets(problem)} packets of a token leave some threads of {split} blocks without work"
-        if (needed := self.staged(problem, config)) > (room := getattr(limits, self.room)):
+        if (needed := self.staged(problem, config)) > (room := getattr(limits, self.limit_name)):
             return f"{tokens} tokens need {needed} bytes of a workspace with room for {room} of them"
         if limits.backend == "cuda" and self.num_rounds(problem, config) > 1024:
             return f"{tokens} tokens need more than 1024 rounds of {blocks} blocks"
@@ -703,9 +703,9 @@ class DispatchVariant(GridVariant):
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         s = sizes_of(problem)
-        mine = {"EXPERTS": s.experts, "SCALES": s.num_scales, "PADDED": problem.layout == "padded"}
+        more = {"EXPERTS": s.experts, "SCALES": s.num_scales, "PADDED": problem.layout == "padded"}
         pushed = {"COUNTED": self.counts_first} if "chunk_tokens" in config else {}
-        return {**super().constants(problem, config), **mine, **pushed, "ITEMS": config["items"]}
+        return {**super().constants(problem, config), **more, **pushed, "ITEMS": config["items"]}
 
     def count_request(self, problem: Problem) -> CompileRequest:
         s = sizes_of(problem)

@@ -133,9 +133,9 @@ def write_line(ids_out, weights_out, row, line, rank, wanted, TOPK: tl.constexpr
     KP: tl.constexpr = next_power_of_2(TOPK)
     at = tl.arange(0, 2 * KP)
     k = at % KP
-    here = owners_of(line, TOPK, LOCAL) == rank
-    mine = tl.where(here, line - rank.to(tl.int32) * LOCAL, -1)
-    store_words(ids_out, row * TOPK + k, mine, (at < KP) & (k < TOPK) & wanted)
+    is_local = owners_of(line, TOPK, LOCAL) == rank
+    local_ids = tl.where(is_local, line - rank.to(tl.int32) * LOCAL, -1)
+    store_words(ids_out, row * TOPK + k, local_ids, (at < KP) & (k < TOPK) & wanted)
     store_words(weights_out, row * TOPK + k, line, (at >= KP) & (k < TOPK) & (weights_out != 0) & wanted)
     return tl.sum(((at < KP) & (line == -2)).to(tl.int32), axis=0)
 
@@ -217,10 +217,10 @@ def finish_numbers(
     """Write `limits` and the lines of tokens that nobody has."""
     write_limits(limits, own, most)
     for r in tl.range(0, WORLD_SIZE):
-        theirs = own
+        count = own
         if r != rank:
-            theirs = number_of(numbers, r)
-        clear_lines(ids_out, weights_out, r * tokens + theirs, (r + 1) * tokens, TOPK, BLOCK)
+            count = number_of(numbers, r)
+        clear_lines(ids_out, weights_out, r * tokens + count, (r + 1) * tokens, TOPK, BLOCK)
 
 
 @triton.jit
@@ -238,9 +238,9 @@ def store_items(target, start, end, words, wanted, BLOCK: tl.constexpr, ITEMS: t
     """Store what `load_items` returned to the row at `target`."""
     for item in tl.static_range(ITEMS):
         packet = start + item * BLOCK + tl.arange(0, BLOCK)
-        here = (packet < end) & wanted
+        in_row = (packet < end) & wanted
         store_packets(
-            target + packet * 16, words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3], here
+            target + packet * 16, words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3], in_row
         )
 
 
@@ -299,15 +299,15 @@ def dispatch_tokens_lamport_kernel(
             )
             for item in tl.static_range(ITEMS):
                 packet = start + item * BLOCK + tl.arange(0, BLOCK)
-                here = packet < row_packets
+                in_row = packet < row_packets
                 w0, w1, w2, w3 = words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3]
                 sentinels = sentinel_mask_of(w0, w1, w2, w3)
                 w0, w1, w2, w3 = escape(w0), escape(w1), escape(w2), escape(w3)
-                escaped = here & has_escape(w0, w1, w2, w3)
+                escaped = in_row & has_escape(w0, w1, w2, w3)
                 for i in tl.static_range(WORLD_SIZE - 1):
                     goes = goes_to(owners, (rank + 1 + i) % WORLD_SIZE)
                     target = peers[i] + data + row * row_bytes + packet * 16
-                    store_packets(target, w0, w1, w2, w3, here & goes, REMOTE=True)
+                    store_packets(target, w0, w1, w2, w3, in_row & goes, REMOTE=True)
                     store_word(peers[i] + masks + (row * row_packets + packet) * 4, sentinels, escaped & goes)
             store_items(out + row * row_bytes, start, row_packets, words, goes_to(owners, rank), BLOCK, ITEMS)
         wrong += write_line(ids_out, weights_out, row, line, rank, part == 0, TOPK, LOCAL)
@@ -336,9 +336,9 @@ def dispatch_tokens_lamport_kernel(
                     seen = seen + peek_packets(come + packet * 16, (packet < row_packets) & wanted)
                 for item in tl.static_range(ITEMS):
                     packet = start + item * BLOCK + tl.arange(0, BLOCK)
-                    here = (packet < row_packets) & wanted
-                    w0, w1, w2, w3 = poll_late(come + packet * 16, seen, item, here, r, timeout_ns, status)
-                    escaped = (here & has_escape(w0, w1, w2, w3)).to(tl.int32)
+                    in_row = (packet < row_packets) & wanted
+                    w0, w1, w2, w3 = poll_late(come + packet * 16, seen, item, in_row, r, timeout_ns, status)
+                    escaped = (in_row & has_escape(w0, w1, w2, w3)).to(tl.int32)
                     mask_slot = tokens * row_packets * 4
                     found = poll_words(
                         beside + packet * 4, mask_slot, escaped << r.to(tl.int32), timeout_ns, status, WORLD_SIZE
@@ -350,7 +350,7 @@ def dispatch_tokens_lamport_kernel(
                     store_word(beside + r * mask_slot + packet * 4, empty, escaped != 0)
                     store_packets(
                         out + row * row_bytes + packet * 16,
-                        restore(w0, said, 0), restore(w1, said, 1), restore(w2, said, 2), restore(w3, said, 3), here,
+                        restore(w0, said, 0), restore(w1, said, 1), restore(w2, said, 2), restore(w3, said, 3), in_row,
                     )  # fmt: skip
     tell_wrong(cell, wrong)
     end_call(local, calls)
@@ -525,8 +525,8 @@ def load_sums(
         for item in tl.static_range(ITEMS):  # all loads before the first sum
             packet = start + item * BLOCK + tl.arange(0, BLOCK)
             for k in tl.static_range(TOPK):
-                here = (packet < row_packets) & wanted & there[k]
-                parts = parts + load_packets(results + (places[k] * row_packets + packet) * 16, here)
+                in_row = (packet < row_packets) & wanted & there[k]
+                parts = parts + load_packets(results + (places[k] * row_packets + packet) * 16, in_row)
         words = ()
         for item in tl.static_range(ITEMS):
             of_item = ()
@@ -614,9 +614,9 @@ def combine_tokens_lamport_kernel(
 
     for token in tl.range(team, limit_of(limits, 0, tokens, NUMBERED), teams):
         there = ranks_of(ids, id_words, token, TOPK, LOCAL, WORLD_SIZE)
-        mine = rank * tokens + token
-        places, factors, held_parts = parts_held(held, weights, mine, TOPK, SORTED)
-        own = results + mine * row_bytes
+        own_row = rank * tokens + token
+        places, factors, held_parts = parts_held(held, weights, own_row, TOPK, SORTED)
+        own = results + own_row * row_bytes
         for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
             seen = ()
             for r in tl.static_range(WORLD_SIZE):
@@ -628,7 +628,7 @@ def combine_tokens_lamport_kernel(
                     seen = seen + peek_packets(come + packet * 16, (packet < row_packets) & peeked)
             if SORTED:
                 sums = load_sums(
-                    results, mine, places, factors, held_parts, start, row_packets, True,
+                    results, own_row, places, factors, held_parts, start, row_packets, True,
                     TOPK, DTYPE, SORTED, BLOCK, ITEMS,
                 )  # fmt: skip
             words = ()
@@ -694,14 +694,14 @@ def combine_tokens_push_kernel(
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
             for summed in tl.range(d * span + team, tl.minimum(own_tokens, (d + 1) * span), teams):
                 there = ranks_of(ids, id_words, summed, TOPK, LOCAL, WORLD_SIZE)
-                mine = rank * tokens + summed
-                places, factors, held_parts = parts_held(held, weights, mine, TOPK, SORTED)
-                own = results + mine * row_bytes
+                own_row = rank * tokens + summed
+                places, factors, held_parts = parts_held(held, weights, own_row, TOPK, SORTED)
+                own = results + own_row * row_bytes
                 come = local + gather + (summed - behind) * row_bytes
                 for start in tl.range(part * BLOCK * ITEMS, row_packets, SPLIT * BLOCK * ITEMS):
                     if SORTED:
                         sums = load_sums(
-                            results, mine, places, factors, held_parts, start, row_packets, True,
+                            results, own_row, places, factors, held_parts, start, row_packets, True,
                             TOPK, DTYPE, SORTED, BLOCK, ITEMS,
                         )  # fmt: skip
                     words = ()
@@ -863,7 +863,7 @@ class _Lamport(_ByToken):
     name = "tokens_lamport"
     space = Space({**GRID, "items": Choice(1, 2, 4)})
     trailing_arguments = ("arena", "stage_bytes")
-    room = "stage_bytes"
+    limit_name = "stage_bytes"
 
     def is_usual(self, problem: Problem, limits: Limits) -> bool:
         return are_few(problem, limits)
@@ -888,7 +888,7 @@ class _Dispatch(_ByToken):
     op = "ep_dispatch"
 
     def number_bytes(self, problem: Problem, config: Config) -> int:
-        return 0 if self.room == "stage_bytes" else 4 * problem.world_size * int(config["num_blocks"])
+        return 0 if self.limit_name == "stage_bytes" else 4 * problem.world_size * int(config["num_blocks"])
 
     def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
         room, more = super().lane_room(problem, config, layout), self.number_bytes(problem, config)
@@ -942,10 +942,10 @@ class _Combine(_ByToken):
         return each * items
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        mine: dict[str, Value] = {"LOCAL": sizes_of(problem).local, "DTYPE": problem.dtype}
+        more: dict[str, Value] = {"LOCAL": sizes_of(problem).local, "DTYPE": problem.dtype}
         if not self.in_buffers:
-            mine["SORTED"] = problem.layout == BY_RANK
-        return {**super().constants(problem, config), **mine}
+            more["SORTED"] = problem.layout == BY_RANK
+        return {**super().constants(problem, config), **more}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         s, overflow = sizes_of(problem), Overflow.of(workspace.group, workspace.device)
