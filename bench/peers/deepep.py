@@ -59,5 +59,7 @@ def experts_pair(problem: Problem, device: torch.device) -> Callable[[Tensors], 
 
 def peers(problem: Problem, device: torch.device) -> Iterator[Peer]:
     """No form: bench/experts.py times its pair of ops."""
+    import deep_ep  # noqa: F401 - names the package that is missing
+
     raise LeftOut("DeepEP is timed by bench/experts.py alone: its dispatch and combine are one call")
     yield  # a generator, as of the other adapters

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Ranks, bits_of, settings
-from quick import some
+from quick import sample, some
 from variant_checks import inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
@@ -64,7 +64,7 @@ def test_names(rank: int) -> None:
 def test_bits(rank: int, world_size: int, op: str) -> None:
     """Sizes up and down, every dtype and wire in turns, sums and means."""
     for name in NAMES[op]:
-        for seed, numel in some(enumerate((*SIZES, *reversed(SIZES))), 4):
+        for seed, numel in sample(enumerate((*SIZES, *reversed(SIZES))), quick=4):
             wire, dtype = WIRES[(seed + world_size) % 2], DTYPES[(seed + world_size) % 3]
             problem = problem_of(op, numel, dtype, world_size, wire, "avg" if seed % 4 == 3 else "sum")
             check_bits(problem, name, inputs_of_all(problem, seed, "random"))
