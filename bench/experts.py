@@ -8,7 +8,7 @@ travel with the ids, or, where the dispatch's variant does not take them, in an 
 --peers (bench/peers/flashinfer.py, bench/peers/deepep.py) take turns with each fastest pair. Both deliver tokens
 unsorted, FlashInfer's in its workspace, where it reads results too, DeepEP's in new tensors. Calls of a graph take
 turns over two slots, as a program's layers do. Routing is random: --topk of --experts. With --num-tokens 64 the layout
-`tokens` also runs with 64 tokens in use of each larger number; the last column is the time beside that of 64 tokens
+`tokens` also runs with 64 tokens in use of each larger number; the last column divides by the time of 64 tokens
 alone. The slowest rank's median counts. Prints the fastest of each variant and both together.
 """
 

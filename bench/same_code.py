@@ -181,8 +181,7 @@ def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
         recorder.calls.bind(number, options_of(request), grid, str(device))
 
         def fix(arguments: Sequence[int | None]) -> Callable[..., None]:
-            constants = request.every_constant() if hasattr(request, "every_constant") else dict(request.constants)
-            names = [name for name in request.resolve().arg_names if name not in constants]
+            names = [name for name in request.resolve().arg_names if name not in dict(request.constants)]
             if len(names) != len(arguments):
                 raise TypeError(f"{request.function} takes {len(names)} arguments, got {len(arguments)}")
 

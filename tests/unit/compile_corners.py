@@ -128,11 +128,13 @@ def gemm_corners(variant: Variant) -> list[Corner]:
 
 
 def with_number(requests: Iterable[CompileRequest]) -> Iterator[CompileRequest]:
-    """The requests, and those of the same kernels for calls with `num_tokens`, which the first such call binds."""
+    """The requests, and requests of the same kernels for calls with `num_tokens`, which the first such call binds."""
     for request in requests:
         yield request
-        if "NUMBERED" in request.resolve().arg_names:
-            yield replace(request, constants=tuple(sorted((*request.constants, ("NUMBERED", True)))))
+        constants = dict(request.constants)
+        if "NUMBERED" in constants:
+            kept = {name: value for name, value in constants.items() if name not in ("number", "limits")}
+            yield replace(request, constants=tuple(sorted({**kept, "NUMBERED": True}.items())))
 
 
 def every_corner(variant: Variant) -> list[Corner]:

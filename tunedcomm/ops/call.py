@@ -568,7 +568,7 @@ class CallPath(Generic[Result]):
 
         Args:
             communicator, plan, signature: of the call.
-            inputs, targets: what it reads and fills.
+            inputs, targets: tensors that it reads and fills.
             shared: for each target the index of the input whose memory it takes, or −1.
         """
         adapter, options = self.adapter, signature.options

@@ -280,7 +280,7 @@ def _check_weights(op: str, weights: torch.Tensor, ids: torch.Tensor) -> None:
 
 
 class _Dispatch(OpAdapter):
-    """What both layouts share; `named` reads the options."""
+    """The adapter of ep_dispatch without what depends on the layout; `named` reads the options."""
 
     op = "ep_dispatch"
     inputs: tuple[str, ...] = ("x", "topk_ids", "topk_weights")
@@ -605,8 +605,8 @@ class _CombineByToken(_CombineSorted):
             )
         if limits is not None and (limits.dtype != torch.int32 or limits.shape != (2,)):
             raise UnsupportedInputError(
-                f"token_limits of {self.op} have shape {tuple(limits.shape)} and {limits.dtype}; pass those of an "
-                "ep_dispatch"
+                f"token_limits of {self.op} have shape {tuple(limits.shape)} and {limits.dtype}; pass "
+                "`token_limits` of its result of ep_dispatch"
             )
         check(self.problem(inputs, options, world_size, Problem))
 

@@ -34,12 +34,10 @@ _TUPLES = {
     **dict.fromkeys(("shape", "scale_strides"), 2),
     **dict.fromkeys(("row_counts", "tensors_from", "tensors_to", "tensor_bytes"), MAX_WORLD_SIZE),
 }
-# Arguments that binaries have with NUMBERED alone: their values in the others, whose requests do not name them.
-_OPTIONAL: dict[str, Value] = {"number": 0, "limits": 0, "NUMBERED": False}
 _MAX_THREADS_PER_SM = 2048
 _MAX_BLOCKS_PER_SM = 32
 _REGISTERS_PER_SM = 65536
-# Of the GPU: two kernels that take no more than this fit side by side.
+# Share of the GPU that an eager kernel may take beside a graph's: two kernels that take no more fit side by side.
 SHARE_OF_EAGER = 0.5
 
 
@@ -79,13 +77,6 @@ class CompileRequest:
         """The Triton function."""
         return getattr(importlib.import_module(self.module), self.function)
 
-    def every_constant(self) -> dict[str, Value]:
-        """The constants, with those that stand for optional arguments."""
-        given, names = dict(self.constants), self.resolve().arg_names
-        if "NUMBERED" in given or "NUMBERED" not in names:
-            return given
-        return {name: value for name, value in _OPTIONAL.items() if name in names} | given
-
 
 def current_target() -> Any:
     """Triton's target of the current CUDA device."""
@@ -119,7 +110,7 @@ def _source_and_options(request: CompileRequest) -> tuple[Any, dict[str, Any]]:
 
     kernel = request.resolve()
     _settle_key(kernel)
-    constants = request.every_constant()
+    constants = dict(request.constants)
     signature = {name: ("i64",) * _TUPLES[name] if name in _TUPLES else "i64" for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
@@ -293,7 +284,7 @@ def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
 
     from tunedcomm.symm.control import refuse_nested
 
-    kernel, constants = request.resolve(), request.every_constant()
+    kernel, constants = request.resolve(), dict(request.constants)
 
     def launch(stream: int, *args: Argument) -> None:
         del stream
@@ -451,7 +442,7 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
             if smaller := _with_fewer_registers(compiled, request, grid, fits, found.limit, properties):
                 compiled, fits = _loaded(smaller, properties)
             found.share = max(found.share, grid / fits)
-    constants = request.every_constant()
+    constants = dict(request.constants)
     names = request.resolve().arg_names
     tail = tuple(constants[name] for name in names if name in constants)
     needed = compiled.metadata.global_scratch_size * grid

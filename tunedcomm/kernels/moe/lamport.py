@@ -117,7 +117,7 @@ def in_order(w0, w1, w2, w3):
 
 @triton.jit
 def poll_ids(own_line, lines, slot, packet, mask, q, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
-    """Wait for the peers' ids; line s of the result has the ids of rank (rank + s) mod WORLD_SIZE, line 0 `mine`."""
+    """Wait for the peers' ids; line s of the result has the ids of rank (rank + s) mod WORLD_SIZE, `own_line` first."""
     words = poll_packets(lines + packet * 16, slot, mask, rank, timeout_ns, status, WORLD_SIZE)
     come, found = (), (own_line,)
     for i in tl.static_range(WORLD_SIZE):

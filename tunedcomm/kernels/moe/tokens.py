@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -149,7 +149,7 @@ def tell_wrong(cell, wrong):
 
 @triton.jit
 def own_number(number, tokens, cell, NUMBERED: tl.constexpr):
-    """How many tokens this rank has: all, or `number` within 0 and `tokens`; another number is told to `Overflow`."""
+    """Return this rank's number of tokens: all, or `number` within 0 … `tokens`. Tell `Overflow` of a number outside."""
     if NUMBERED:
         given = load_word(number, 0).to(tl.int64)
         own = tl.minimum(tl.maximum(given, 0), tokens)
@@ -202,7 +202,7 @@ def number_of(numbers, r):
 
 @triton.jit
 def largest_number(numbers, own, rank, WORLD_SIZE: tl.constexpr):
-    """The largest number of tokens of any rank, once those of the peers have come."""
+    """The largest number of tokens of any rank; the peers' numbers have come."""
     most = own
     for s in tl.range(1, WORLD_SIZE):
         most = tl.maximum(most, number_of(numbers, (rank + s) % WORLD_SIZE))
@@ -804,10 +804,12 @@ class _ByToken(GridVariant):
 
     Attributes:
         in_buffers: peers address the outputs of ep_dispatch, or the rows that ep_combine is given.
+        without_number: constants in the place of the arguments that a kernel has for calls with a number of tokens.
     """
 
     by_token = True
     in_buffers = False
+    without_number: Mapping[str, Value] = {}
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         if self.in_buffers and (problem.input_kind == "plain" or problem.layout == BY_RANK):
@@ -837,7 +839,7 @@ class _ByToken(GridVariant):
         return {**self.widest_grid(problem), "chunk_tokens": 256}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {**super().constants(problem, config), "ITEMS": config["items"]}
+        return {**super().constants(problem, config), "ITEMS": config["items"], **self.without_number}
 
     def number_bytes(self, problem: Problem, config: Config) -> int:
         """Bytes of the workspace in which blocks tell each other the numbers of their ranks' tokens."""
@@ -849,9 +851,10 @@ class _ByToken(GridVariant):
         """`_Numbered.launch`, which gives None also where there is no such kernel, or no memory for it."""
         request, layout = self.request(problem, config), workspace.layout
         needed = self.staged(problem, config) + self.number_bytes(problem, config)
-        if "NUMBERED" not in request.resolve().arg_names or needed > layout.staging_bytes:
+        if not self.without_number or needed > layout.staging_bytes:
             return lambda: None
-        request = replace(request, constants=tuple(sorted((*request.constants, ("NUMBERED", True)))))
+        kept = {name: value for name, value in request.constants if name not in self.without_number}
+        request = replace(request, constants=tuple(sorted({**kept, "NUMBERED": True}.items())))
         made = _Numbered(request, int(config["num_blocks"]), workspace, arguments)
         of_group = _numbered.setdefault(workspace, weakref.WeakValueDictionary())
         made.by_mode = of_group.setdefault(replace(problem, mode="eager"), made.by_mode)
@@ -886,6 +889,7 @@ class _InBuffers(_ByToken):
 
 class _Dispatch(_ByToken):
     op = "ep_dispatch"
+    without_number: Mapping[str, Value] = {"number": 0, "limits": 0, "NUMBERED": False}
 
     def number_bytes(self, problem: Problem, config: Config) -> int:
         return 0 if self.limit_name == "stage_bytes" else 4 * problem.world_size * int(config["num_blocks"])
@@ -934,6 +938,7 @@ class _Dispatch(_ByToken):
 
 class _Combine(_ByToken):
     op = "ep_combine"
+    without_number: Mapping[str, Value] = {"limits": 0, "NUMBERED": False}
 
     def packets_held(self, problem: Problem, config: Config) -> int:
         items, each = int(config["items"]), problem.world_size

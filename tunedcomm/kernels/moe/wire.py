@@ -9,6 +9,8 @@ Numerics: quantized. Graph-safe. Source: own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import triton
 import triton.language as tl
 
@@ -134,6 +136,7 @@ class CombineTokensQuantized(_Push, _Combine, registered=True):
     summary = "layouts tokens and rank, rows travel quantised in pieces ordered by flags; only where wire= asks for it"
     numerics = "quantized"
     kernels = (combine_tokens_quantized_kernel,)
+    without_number: Mapping[str, Value] = {}
     space = Space(IN_PIECES)
 
     def is_usual(self, problem: Problem, limits: Limits) -> bool:
