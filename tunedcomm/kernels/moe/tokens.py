@@ -149,7 +149,7 @@ def tell_wrong(cell, wrong):
 
 @triton.jit
 def own_number(number, tokens, cell, NUMBERED: tl.constexpr):
-    """Return this rank's number of tokens: all, or `number` within 0 … `tokens`. Tell `Overflow` of a number outside."""
+    """Return this rank's number of tokens: all, or `number` within 0 … `tokens`. Tell `Overflow` of another."""
     if NUMBERED:
         given = load_word(number, 0).to(tl.int64)
         own = tl.minimum(tl.maximum(given, 0), tokens)
