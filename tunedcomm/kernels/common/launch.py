@@ -365,11 +365,34 @@ def _resident(num_registers: int, compiled: Any, request: CompileRequest, proper
     )
 
 
-def _loaded(request: CompileRequest, properties: Any) -> tuple[Any, int]:
-    """The binary on the current device, and how many blocks of it fit there at once."""
-    compiled = compile_request(request)
-    compiled._init_handles()
-    return compiled, _resident(compiled.n_regs, compiled, request, properties)
+class _Loaded(NamedTuple):
+    """A binary on a device.
+
+    Attributes:
+        compiled: Triton's compiled kernel.
+        fits: how many of its blocks fit there at once.
+        constants: values of its constexpr arguments, in order.
+        properties: of the device.
+    """
+
+    compiled: Any
+    fits: int
+    constants: tuple[Value, ...]
+    properties: Any
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded(request: CompileRequest, device: torch.device) -> _Loaded:
+    """Compile (or find) a binary and load it; a size never seen before asks for what others asked for."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    with torch.cuda.device(device):
+        compiled = compile_request(request)
+        compiled._init_handles()
+    constants = dict(request.constants)
+    in_order = tuple(constants[name] for name in request.resolve().arg_names if name in constants)
+    return _Loaded(compiled, _resident(compiled.n_regs, compiled, request, properties), in_order, properties)
 
 
 def _with_fewer_registers(
@@ -427,24 +450,22 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
     """
     if sync.INTERPRET:
         return _interpreted(request, grid)
-    import torch
+    loaded = _loaded(request, device)
+    if grid > loaded.fits:
+        raise InfeasibleError(
+            f"{grid} blocks of {request.num_warps} warps with {loaded.compiled.n_regs} registers a thread do not fit "
+            f"on {loaded.properties.multi_processor_count} SMs at once (at most {loaded.fits} do); blocks that wait "
+            "for peers must all be resident"
+        )
+    if (found := residency()) is not None:
+        if smaller := _with_fewer_registers(
+            loaded.compiled, request, grid, loaded.fits, found.limit, loaded.properties
+        ):
+            loaded = _loaded(smaller, device)
+        found.share = max(found.share, grid / loaded.fits)
+    compiled, scratch = loaded.compiled, None
+    if needed := compiled.metadata.global_scratch_size * grid:
+        import torch
 
-    properties = torch.cuda.get_device_properties(device)
-    with torch.cuda.device(device):
-        compiled, fits = _loaded(request, properties)
-        if grid > fits:
-            raise InfeasibleError(
-                f"{grid} blocks of {request.num_warps} warps with {compiled.n_regs} registers a thread do not fit on "
-                f"{properties.multi_processor_count} SMs at once (at most {fits} do); blocks that wait for peers must "
-                "all be resident"
-            )
-        if (found := residency()) is not None:
-            if smaller := _with_fewer_registers(compiled, request, grid, fits, found.limit, properties):
-                compiled, fits = _loaded(smaller, properties)
-            found.share = max(found.share, grid / fits)
-    constants = dict(request.constants)
-    names = request.resolve().arg_names
-    tail = tuple(constants[name] for name in names if name in constants)
-    needed = compiled.metadata.global_scratch_size * grid
-    scratch = torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
-    return BoundKernel(functools.partial(_through_triton, compiled, grid, tail, scratch))
+        scratch = torch.empty(needed, dtype=torch.uint8, device=device)
+    return BoundKernel(functools.partial(_through_triton, compiled, grid, loaded.constants, scratch))
