@@ -486,6 +486,7 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "all_reduce_rms_norm": lambda: measured(COLLECTIVES, "all_reduce_rms_norm", 4, _NORM_PEERS),
     "best others": lambda: best_others("collectives_h100.csv", 2),
+    "best others and FlashInfer": lambda: best_others("best_others_h200.csv", 2),
     "serving": lambda: best_others("serving_h200.csv", 2),
     "unequal rows": by_counts,
     "experts and FlashInfer": experts_and_flashinfer,
