@@ -4,12 +4,11 @@
 
 For each number of tokens a rank and kind (layout `tokens`, the same in buffers, layout `contiguous` with sums of each
 rank's experts): the defaults of the variants, and with --configs other grids around them. In the last kind weights
-travel with the ids, or, where the dispatch's variant does not take them, in an all_gather of the pair. The exchanges of
---peers (bench/peers/flashinfer.py, bench/peers/deepep.py) take turns with each fastest pair. Both deliver tokens
-unsorted, FlashInfer's in its workspace, where it reads results too, DeepEP's in new tensors. Calls of a graph take
-turns over two slots, as a program's layers do. Routing is random: --topk of --experts. With --num-tokens 64 the layout
-`tokens` also runs with 64 tokens in use of each larger number; the last column divides by the time of 64 tokens
-alone. The slowest rank's median counts. Prints the fastest of each variant and both together.
+travel along. The exchanges of --peers (bench/peers/flashinfer.py, bench/peers/deepep.py) take turns with each fastest
+pair. Both deliver tokens unsorted, FlashInfer's in its workspace, where it reads results too, DeepEP's in new tensors.
+Calls of a graph take turns over two slots, as a program's layers do. Routing is random: --topk of --experts. With
+--num-tokens 64 the layout `tokens` also runs with 64 tokens in use of each larger number; the last column divides by
+the time of 64 tokens alone. The slowest rank's median counts. Prints the fastest of each variant and both together.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.decide import decide
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.kernels.moe.op import WITH_WEIGHTS
 from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
 from tunedcomm.tuner.gang.ranks import join_group
@@ -108,16 +106,6 @@ def with_number(problem: Problem, number: int, inputs: list[Any], outputs: list[
     return [(*each, limits) for each in inputs], outputs
 
 
-def weights_of_all(communicator: Communicator, numel: int, stream: torch.cuda.Stream) -> Callable[[int], None]:
-    """The all_gather of the weights that sums of each rank's experts need."""
-    problem = Problem("all_gather", (numel,), "float32", communicator.world_size)
-    variant = get_variant("all_gather", "lamport")
-    candidate = Candidate.of("all_gather", "lamport", variant.default(problem, communicator.limits))
-    inputs, outputs = prepared(communicator, problem)
-    launch = communicator.bind(problem, candidate)
-    return lambda turn: launch(inputs[turn % 2], outputs[turn % 2], stream.cuda_stream)
-
-
 def by_peer(
     adapter: dict[str, Any], problem: Problem, communicator: Communicator, stream: torch.cuda.Stream
 ) -> Callable[[int], None]:
@@ -178,7 +166,7 @@ def main() -> None:
                 except InfeasibleError:
                     continue
                 given = with_number(problem, number, inputs, outputs) if number else (inputs, outputs)
-                if layout == "contiguous" and candidate.variant in WITH_WEIGHTS:
+                if layout == "contiguous":
                     given = weighted(problem, inputs, outputs)
 
                 def call(turn: int, launch: Any = launch, given: tuple[list[Any], list[Any]] = given) -> None:
@@ -207,8 +195,6 @@ def main() -> None:
                     if key not in fastest or latency.p50_us < fastest[key][0]:
                         fastest[key] = latency.p50_us, candidate, call
         pair = [fastest[op][2] for op in calls]
-        if kind == "contiguous" and fastest["ep_dispatch"][1].variant not in WITH_WEIGHTS:
-            pair.insert(1, weights_of_all(communicator, count * options.topk, stream))
         contenders = {"both": timed(*pair)}
         for adapter in adapters if not number else ():
             contenders[adapter["NAME"]] = timed(by_peer(adapter, problems["ep_dispatch"], communicator, stream))

@@ -19,7 +19,7 @@ SHAPES = (
     (1, 7168, 8, 256), (16, 7168, 8, 256), (5, 128, 3, 24), (64, 7168, 8, 256), (128, 4096, 8, 64), (300, 256, 1, 8),
     (1000, 2048, 8, 128), (4096, 7168, 8, 256),
 )  # fmt: skip
-BY_TOKEN, BY_EXPERT = ("library", "tokens_lamport", "tokens_push"), ("library", "lamport", "push")
+BY_TOKEN, BY_EXPERT = ("library", "tokens_lamport", "tokens_push"), ("library", "lamport", "push", "two_phase")
 FORMS = (
     ("ep_dispatch", "tokens", BY_TOKEN), ("ep_combine", "tokens", BY_TOKEN), ("ep_combine", "rank", BY_TOKEN),
     ("ep_dispatch", "padded", BY_EXPERT), ("ep_dispatch", "contiguous", BY_EXPERT),
@@ -35,8 +35,8 @@ def variants_body() -> dict[str, object]:
     communicator, checked, shuffle = get_communicator(), 0, random.Random(3)
     ranks = range(communicator.world_size)
     for number, shape in enumerate(SHAPES):
-        for (op, layout, names), kind in itertools.product(FORMS, ("random", "integers")):
-            if names == BY_EXPERT and shape[0] > 300:
+        for (op, layout, names), kind, weighted in itertools.product(FORMS, ("random", "integers"), (False, True)):
+            if (names == BY_EXPERT and shape[0] > 1000) or (names == BY_TOKEN and weighted):
                 continue
             dtype = ("bfloat16", "float32", "float16")[number % 3]
             problem = Problem(op, shape, dtype, communicator.world_size, reduction="", layout=layout)
@@ -44,6 +44,10 @@ def variants_body() -> dict[str, object]:
             everyone = [spec.make_inputs(problem, rank, number, kind, "cuda") for rank in ranks]
             for given in everyone:
                 given[0].view(-1)[:: 7 + number] *= -0.0
+            if weighted:  # those of the layout `tokens` always have weights
+                drawn = torch.Generator("cuda").manual_seed(number)
+                weights = torch.randn(len(ranks), shape[0], shape[2], generator=drawn, device="cuda").round(decimals=1)
+                everyone = [(*given, own) for given, own in zip(everyone, weights, strict=True)]
             assert spec.ordered_reference is not None
             due = spec.ordered_reference(problem, everyone, communicator.rank)
             for name in names:
@@ -64,6 +68,8 @@ def variants_body() -> dict[str, object]:
                     except tunedcomm.InfeasibleError:
                         continue
                     outputs = spec.make_outputs(problem, "cuda")
+                    if weighted:
+                        outputs = (*outputs[:5], torch.empty_like(due[5]))
                     for _ in range(3):
                         fill_sentinel(outputs)
                         launch(everyone[communicator.rank], outputs, stream())

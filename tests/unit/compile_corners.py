@@ -127,14 +127,19 @@ def gemm_corners(variant: Variant) -> list[Corner]:
     return list(found)
 
 
-def with_number(requests: Iterable[CompileRequest]) -> Iterator[CompileRequest]:
-    """The requests, and requests of the same kernels for calls with `num_tokens`, which the first such call binds."""
+# Constant of a kernel's form to the arguments that this form alone takes.
+FORMS = {"WEIGHTED": ("weights", "weights_out"), "NUMBERED": ("number", "limits")}
+
+
+def with_forms(requests: Iterable[CompileRequest]) -> Iterator[CompileRequest]:
+    """The requests, and those of calls with weights, and with `num_tokens` too, which the first such call binds."""
     for request in requests:
         yield request
         constants = dict(request.constants)
-        if "NUMBERED" in constants:
-            kept = {name: value for name, value in constants.items() if name not in ("number", "limits")}
-            yield replace(request, constants=tuple(sorted({**kept, "NUMBERED": True}.items())))
+        for form, names in FORMS.items():
+            if form in constants:
+                constants = {name: value for name, value in constants.items() if name not in names} | {form: True}
+                yield replace(request, constants=tuple(sorted(constants.items())))
 
 
 def every_corner(variant: Variant) -> list[Corner]:
@@ -157,7 +162,7 @@ def every_corner(variant: Variant) -> list[Corner]:
         problems = problems_like(like, tail=tail)
         for config in configs:
             problem = feasible_problem(variant, config, problems)
-            for request in with_number(variant.compile_requests(problem, config)) if problem is not None else ():
+            for request in with_forms(variant.compile_requests(problem, config)) if problem is not None else ():
                 for capability in CAPABILITIES:
                     found[Corner(variant.op, variant.name, request, capability)] = None
     return list(found)

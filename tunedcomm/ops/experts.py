@@ -400,7 +400,7 @@ class _DispatchSorted(_Dispatch):
         return (_SortedOptions(*options).alignment,)
 
     def extend(self, plan: Plan, communicator: Communicator, inputs: Tensors, signature: CallSignature) -> Plan:
-        """Where weights travel along, but not with the variant's ids, an all_gather of them follows."""
+        """Where weights travel along, but the variant does not move them, an all_gather of them follows."""
         plan = super().extend(plan, communicator, inputs, signature)
         if inputs[2] is None or plan.candidate.variant in WITH_WEIGHTS:
             return plan

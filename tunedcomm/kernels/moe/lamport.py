@@ -92,7 +92,7 @@ from tunedcomm.kernels.moe.push import (
     tell_overflow,
     write_token,
 )
-from tunedcomm.space import Choice, Config, Space
+from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem
 
 NOBODY = tl.constexpr(-0x7FFFFFFF80000000)  # two sentinels as int64
@@ -456,6 +456,7 @@ class _Lamport(GridVariant):
 class DispatchLamport(_Lamport, DispatchVariant, registered=True):
     summary = "push without flags: ids and tokens announce themselves; best for few tokens"
     kernels = (dispatch_lamport_kernel, quantise_kernel)
+    plain: Mapping[str, Value] = {}
     space = Space({**GRID, "items": Choice(1, 2, 4)})
 
     def token_bytes(self, problem: Problem) -> int:

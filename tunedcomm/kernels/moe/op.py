@@ -75,7 +75,8 @@ SORTED = ("padded", "contiguous")  # layouts whose rows stand expert by expert
 BY_TOKEN = "tokens"  # noqa: S105 - a layout
 BY_RANK = "rank"  # of ep_combine
 LAYOUTS = (*SORTED, BY_TOKEN)
-WITH_WEIGHTS = ("lamport", "library", "host_unfused", "copy_engine")  # variants of SORTED that move weights, too
+# Variants of SORTED that move weights, too.
+WITH_WEIGHTS = ("lamport", "push", "two_phase", "library", "host_unfused", "copy_engine")
 NOT_HERE, NO_ROOM = -1, -2  # in `rows`
 _SLACK = 4096  # rows of samples, for the skew of small ones
 _COUNT_BITS = 40

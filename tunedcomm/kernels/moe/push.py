@@ -3,7 +3,8 @@
 **ep_dispatch.** A rank writes into every peer's gather area how many tokens each of its experts is sent (a copy for
 each block). After a flag each rank knows where every token belongs: behind those of the experts before it, of the ranks
 before it, and of the tokens before it. It then writes the place of its tokens among their experts' tokens, and the
-tokens themselves, each once however many of the peer's experts it goes to. The peer copies them to their rows.
+tokens themselves, each once however many of the peer's experts it goes to. The peer copies them to their rows. Weights,
+if any (WEIGHTED), travel beside the places, those of all tokens to all ranks.
 
 **ep_combine.** A rank writes the results of its experts into their tokens' ranks' gather areas, at (token, k). After
 the flag each rank sums the results there.
@@ -27,7 +28,9 @@ Numerics: ordered. Graph-safe. Source: own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,12 +39,14 @@ import triton.language as tl
 from triton import next_power_of_2
 
 from tunedcomm import fp8
+from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.rows import _store_words
 from tunedcomm.kernels.common.feasibility import Launch, power_of_2, refuse_kernels, refuse_residence
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, exchange_flags, read_counter, write_counter
-from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.launch import SHARE_OF_EAGER, CompileRequest, bind_kernel, residency, within
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
+    escape_sentinel,
     escape_sentinels,
     narrow_e4m3,
     packets_of,
@@ -51,8 +56,8 @@ from tunedcomm.kernels.common.packets import (
 )
 from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, lane_arguments
-from tunedcomm.kernels.moe.op import ALIGNMENT, BY_RANK, BY_TOKEN, WITH_WEIGHTS, Overflow, capacity_of, sizes_of
+from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, all_gather_single, lane_arguments
+from tunedcomm.kernels.moe.op import ALIGNMENT, BY_RANK, BY_TOKEN, Overflow, capacity_of, sizes_of
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import LaneLayout, Room
@@ -294,16 +299,18 @@ def fill_table(
 @triton.jit
 def send_token(
     token, source, ids, id_words, tokens, counted, peers, rank, places, place_at, table, out, scales, rows, capacity,
-    row_packets, wire_packets, part,
+    row_packets, wire_packets, part, weights, weights_out, weights_at,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
-    COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Push a token to the ranks that have experts of it, at `place_at`, with its places; write it to its rows here.
 
-    `table` has the first row of each own expert for this rank's tokens.
+    `table` has the first row of each own expert for this rank's tokens. Weights go to all ranks, by part 0 alone.
     """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     k = tl.arange(0, next_power_of_2(TOPK))
+    if WEIGHTED:  # before what other loads are waited for
+        weight = load_words(weights, token * TOPK + k, (k < TOPK) & (part == 0), 0)
     experts, before = place_of(ids, id_words, token, counted, TOPK, EXPERTS, COUNTED)
     owner = tl.where((experts >= 0) & (experts < EXPERTS), experts // LOCAL, -1)
     own = owner == rank
@@ -313,6 +320,9 @@ def send_token(
     row = tl.where(own, tl.where(row < limit, row, -2), -1)
     at = rank * tokens + token
     store_words(rows, at * TOPK + k, row.to(tl.int32), (k < TOPK) & (part == 0))
+    if WEIGHTED:
+        weight = escape_sentinel(weight)
+        store_words(weights_out, at * TOPK + k, weight, (k < TOPK) & (part == 0))
     targets = ()
     for i in tl.static_range(TOPK):
         targets = targets + (tl.sum(tl.where(k == i, row, 0), axis=0),)  # type: ignore[assignment]
@@ -321,6 +331,8 @@ def send_token(
         of_peer = owner == (rank + 1 + i) % WORLD_SIZE
         place = tl.where(of_peer, before * LOCAL + experts % LOCAL, -1)
         send_words(peers[i] + places + (at * next_power_of_2(TOPK) + k) * 4, place, k < TOPK)
+        if WEIGHTED:
+            send_words(peers[i] + weights_at + (at * next_power_of_2(TOPK) + k) * 4, weight, (k < TOPK) & (part == 0))
         goes = goes + (tl.max(of_peer.to(tl.int32), axis=0),)  # type: ignore[assignment]
     threads = tl.arange(0, BLOCK)
     for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
@@ -375,9 +387,9 @@ def write_token(out, scales, targets, packet, words, in_row, row_packets, TOPK: 
 @triton.jit
 def dispatch_kernel(
     x, ids, out, scales, counts_out, offsets_out, rows, id_words, capacity, alignment, tokens, row_packets,
-    wire_packets, local, peers, rank, timeout_ns, status, gather, num_chunks, counted, cell,
+    wire_packets, local, peers, rank, timeout_ns, status, gather, num_chunks, counted, cell, weights, weights_out,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
-    COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """In round c: push piece c and place its own tokens, place piece c − 2 of the peers."""
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
@@ -389,12 +401,13 @@ def dispatch_kernel(
     threads = tl.arange(0, BLOCK)
     span = (tokens + num_chunks - 1) // num_chunks
     ring = tl.minimum(num_chunks, RING)
-    # The gather area: counts, this rank's tables, places, tokens.
+    # The gather area: counts, this rank's tables, places, tokens, and in the shape of places weights.
     tables = gather + WORLD_SIZE * blocks * BINS * 4
     places = tables + WORLD_SIZE * blocks * WIDTH * 4
     data = (places + WORLD_SIZE * tokens * KP * 4 + 15) // 16 * 16
     wire_bytes = wire_packets * 16
     slot = ring * span * wire_bytes
+    weights_at = data + WORLD_SIZE * slot
     epoch = read_counter(local, EPOCH_OFFSET)
 
     # Says that this rank reads its gather area no more.
@@ -423,17 +436,22 @@ def dispatch_kernel(
                 send_token(
                     token, x + token * wire_bytes, ids, id_words, tokens, counted, peers, rank, places,
                     data + rank * slot + (token - lap) * wire_bytes, table + rank * (WIDTH * 4), out, scales, rows,
-                    capacity, row_packets, wire_packets, part,
-                    WORLD_SIZE, TOPK, EXPERTS, SCALES, PADDED, COUNTED, SPLIT, BLOCK, ITEMS,
+                    capacity, row_packets, wire_packets, part, weights, weights_out, weights_at,
+                    WORLD_SIZE, TOPK, EXPERTS, SCALES, PADDED, COUNTED, SPLIT, BLOCK, ITEMS, WEIGHTED,
                 )  # fmt: skip
             if (d >= 0) & (placed < tokens):
                 for s in tl.range(1, WORLD_SIZE):
                     r = (rank + s) % WORLD_SIZE
                     at = r * tokens + placed
+                    if WEIGHTED:
+                        k, of_first = tl.arange(0, KP), (tl.arange(0, KP) < TOPK) & (part == 0)
+                        weight = load_words(local + weights_at, at * KP + k, of_first, 0)
                     targets, wanted = rows_of_token(
                         table + r * (WIDTH * 4), local + places + at * (KP * 4), rows + at * (TOPK * 4), part, capacity,
                         TOPK, LOCAL, PADDED,
                     )  # fmt: skip
+                    if WEIGHTED:
+                        store_words(weights_out, at * TOPK + k, weight, of_first)
                     come = local + data + r * slot + (placed - behind) * wire_bytes
                     for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
                         words = ()
@@ -556,14 +574,64 @@ GRID: Mapping[str, Axis] = {
 IN_PIECES: Mapping[str, Axis] = {**GRID, "chunk_tokens": PowerOfTwo(1, 1024)}
 
 
+class _ByMode(dict[str, "_Further"]):
+    """Mode to the last launch of a form of a problem; lives as long as one of them."""
+
+
+class _Further:
+    """The launch of calls with more arguments, as weights, bound by the first of these calls outside of captures.
+
+    So nobody else waits for its compilation. Nothing can be bound inside a capture, so an eager call binds the launch
+    of captured calls, too.
+    """
+
+    def __init__(self, request: CompileRequest, num_blocks: int, workspace: Workspace, arguments: tuple[Any, ...]):
+        self._request, self._num_blocks, self._device = request, num_blocks, workspace.device
+        self._arguments, self._plain = arguments, residency()
+        self._is_bound = False
+        self._launch: Callable[..., None] | None = None
+        self.by_mode = _ByMode()
+
+    def bind(self) -> None:
+        """Bind it, once. There is no launch if the kernel would take more of the GPU than the one of other calls.
+
+        Whether launches wait their turn was decided by that kernel's share.
+        """
+        if self._is_bound:
+            return
+        self._is_bound = True
+        plain = self._plain
+        limit = 1.0 if plain is None else max(plain.share, min(plain.limit, SHARE_OF_EAGER))
+        with within(limit) as taken, contextlib.suppress(InfeasibleError):
+            kernel = bind_kernel(self._request, self._num_blocks, self._device)
+            if taken.share <= limit:
+                self._launch = kernel.fix(self._arguments)
+
+    def launch(self) -> Callable[..., None] | None:
+        """The launch, or None where there is none."""
+        import torch
+
+        if not self._is_bound and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            for each in (self, *self.by_mode.values()):
+                each.bind()
+        return self._launch
+
+
+# Workspace to (eager problem, form) to its launches.
+_further: weakref.WeakKeyDictionary[Workspace, weakref.WeakValueDictionary[tuple[Problem, Any], _ByMode]]
+_further = weakref.WeakKeyDictionary()
+
+
 class GridVariant(KernelVariant):
     """A variant whose grid shares out tokens among teams of blocks, and a token's packets among those of a team.
 
     Attributes:
         by_token: serves the layouts `tokens` and `rank`, and no other.
+        plain: constants in the place of the arguments that a kernel has for some calls alone.
     """
 
     by_token = False
+    plain: Mapping[str, Value] = {}
     trailing_arguments: tuple[str, ...] = ("gather", "num_chunks")
     limit_name = "staging_bytes"  # the field of `Limits`
     host_preferred: Mapping[str, float] = {**HOST_GRID, "chunk_tokens": 32, "split": 1, "items": 1}
@@ -591,6 +659,35 @@ class GridVariant(KernelVariant):
         """Bytes of the workspace for all else."""
         return 0
 
+    def optional_bytes(self, problem: Problem, config: Config) -> int:
+        """Bytes of the gather area, behind all else, for calls that are not plain."""
+        return 0
+
+    def further(
+        self,
+        problem: Problem,
+        config: Config,
+        workspace: Workspace,
+        arguments: tuple[Any, ...],
+        given: Collection[str],
+        **constants: Value,
+    ) -> Callable[[], Callable[..., None] | None]:
+        """`_Further.launch` of a kernel with `constants` that takes the arguments `given`, too.
+
+        It gives None also where there is no such kernel, or no memory for it.
+        """
+        request, room = self.request(problem, config), workspace.layout.staging_bytes
+        if not self.plain or self.staged(problem, config) + self.optional_bytes(problem, config) > room:
+            return lambda: None
+        kept = {name: value for name, value in request.constants if name not in given}
+        request = replace(request, constants=tuple(sorted({**kept, **constants}.items())))
+        made = _Further(request, int(config["num_blocks"]), workspace, arguments)
+        of_group = _further.setdefault(workspace, weakref.WeakValueDictionary())
+        form = replace(problem, mode="eager"), tuple(given)
+        made.by_mode = of_group.setdefault(form, made.by_mode)
+        made.by_mode[problem.mode] = made
+        return made.launch
+
     def num_chunks(self, problem: Problem, config: Config) -> int:
         """Pieces of a call."""
         tokens = problem.shape[0]
@@ -608,7 +705,10 @@ class GridVariant(KernelVariant):
 
     def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
         nbytes = self.staged(problem, config)
-        return Room(stage=nbytes) if self.limit_name == "stage_bytes" else Room(gather=nbytes)
+        if self.limit_name == "stage_bytes":
+            return Room(stage=nbytes)
+        more = self.optional_bytes(problem, config)
+        return Room(gather=min(nbytes + more, layout.staging_bytes) if more else nbytes)
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
         return super().arguments(problem, {**config, "num_chunks": self.num_chunks(problem, config)}, workspace)
@@ -690,6 +790,7 @@ class DispatchVariant(GridVariant):
 
     op = "ep_dispatch"
     counts_first = False
+    plain: Mapping[str, Value] = {"weights": 0, "weights_out": 0, "WEIGHTED": False}
 
     def token_bytes(self, problem: Problem) -> int:
         return problem.world_size * self.packets(problem) * PACKET_BYTES
@@ -701,11 +802,15 @@ class DispatchVariant(GridVariant):
         words = int(config["num_blocks"]) * of_block + s.tokens * power_of_2(s.topk)
         return int(4 * problem.world_size * words + PACKET_BYTES)
 
+    def optional_bytes(self, problem: Problem, config: Config) -> int:
+        """Of weights, from all ranks."""
+        return 4 * problem.world_size * problem.shape[0] * power_of_2(problem.shape[2])
+
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         s = sizes_of(problem)
         more = {"EXPERTS": s.experts, "SCALES": s.num_scales, "PADDED": problem.layout == "padded"}
         pushed = {"COUNTED": self.counts_first} if "chunk_tokens" in config else {}
-        return {**super().constants(problem, config), **more, **pushed, "ITEMS": config["items"]}
+        return {**super().constants(problem, config), **more, **pushed, **self.plain, "ITEMS": config["items"]}
 
     def count_request(self, problem: Problem) -> CompileRequest:
         s = sizes_of(problem)
@@ -737,8 +842,11 @@ class DispatchVariant(GridVariant):
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES, packets)
         counted = (own,) if "chunk_tokens" in config else ()
         extra = (*self.arguments(problem, config, workspace), *counted, overflow.cell.data_ptr())
-        given = (None,) * (12 if self.name in WITH_WEIGHTS else 10)
-        launch = kernel.fix((*given, *sizes, *lane_arguments(problem, workspace), *extra))
+        # lamport's kernel takes weights or 0 among its first arguments.
+        arguments = (*(None,) * (10 if self.plain else 12), *sizes, *lane_arguments(problem, workspace), *extra)
+        launch, names = kernel.fix(arguments), ("weights", "weights_out")
+        weighted = self.further(problem, config, workspace, (*arguments, None, None), names, WEIGHTED=True)
+        gather, group = all_gather_single(), workspace.group
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             overflow.check(workspace)
@@ -749,10 +857,16 @@ class DispatchVariant(GridVariant):
                 source = wire
             if count is not None:
                 count(stream, ids.data_ptr(), words)
-            weights = (rest.pop(0).data_ptr(), outputs[5].data_ptr()) if outputs[5].numel() else (0, 0)
+            weights = rest.pop(0) if outputs[5].numel() else None
             addresses = [tensor.data_ptr() for tensor in (ids, *outputs[:5])]
             sizes = (words, capacity_of(problem, outputs[0]), int(rest[0]) if rest else ALIGNMENT)
-            launch(stream, source, *addresses, *sizes, *(weights if len(given) == 12 else ()))
+            travel: tuple[int, ...] = (0, 0) if weights is None else (weights.data_ptr(), outputs[5].data_ptr())
+            chosen = launch
+            if self.plain and (weights is None or (chosen := weighted() or launch) is launch):
+                travel = ()
+                if weights is not None:
+                    gather(outputs[5], weights.unsqueeze(0) + 0.0, group=group)  # −0.0 arrives as 0.0
+            chosen(stream, source, *addresses, *sizes, *travel)
             if on_host:  # the interpreter has run the kernels to their end
                 overflow.check(workspace)
 

@@ -41,17 +41,13 @@ Numerics: ordered. Graph-safe: call counters live in the lane. Source: own.
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton import next_power_of_2
 
-from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.feasibility import Launch, power_of_2, refuse_result
 from tunedcomm.kernels.common.lamport import end_call
 from tunedcomm.kernels.common.lane import (
@@ -64,7 +60,7 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.launch import SHARE_OF_EAGER, CompileRequest, bind_kernel, residency, within
+from tunedcomm.kernels.common.launch import bind_kernel
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
     escape,
@@ -93,7 +89,7 @@ from tunedcomm.kernels.moe.push import (
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
-from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout, Room
+from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 _MISCOUNTED = tl.constexpr(MISCOUNTED)
 
@@ -751,65 +747,15 @@ def are_few(problem: Problem, limits: Limits) -> bool:
 _NOWHERE = (0,) * (MAX_WORLD_SIZE - 1)  # peers' addresses of what is not there
 
 
-class _ByMode(dict[str, "_Numbered"]):
-    """Mode to the last launch of a problem; lives as long as one of them."""
-
-
-class _Numbered:
-    """The launch of calls with a number of tokens, bound by the first of these calls outside of captures.
-
-    So nobody else waits for its compilation. Nothing can be bound inside a capture, so an eager call binds the launch
-    of captured calls, too.
-    """
-
-    def __init__(self, request: CompileRequest, num_blocks: int, workspace: Workspace, arguments: tuple[Any, ...]):
-        self._request, self._num_blocks, self._device = request, num_blocks, workspace.device
-        self._arguments, self._plain = arguments, residency()
-        self._is_bound = False
-        self._launch: Callable[..., None] | None = None
-        self.by_mode = _ByMode()
-
-    def bind(self) -> None:
-        """Bind it, once. There is no launch if the kernel would take more of the GPU than the one without a number.
-
-        Whether launches wait their turn was decided by that kernel's share.
-        """
-        if self._is_bound:
-            return
-        self._is_bound = True
-        plain = self._plain
-        limit = 1.0 if plain is None else max(plain.share, min(plain.limit, SHARE_OF_EAGER))
-        with within(limit) as taken, contextlib.suppress(InfeasibleError):
-            kernel = bind_kernel(self._request, self._num_blocks, self._device)
-            if taken.share <= limit:
-                self._launch = kernel.fix(self._arguments)
-
-    def launch(self) -> Callable[..., None] | None:
-        """The launch, or None where there is none: the tokens then get ids of −1."""
-        import torch
-
-        if not self._is_bound and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            for each in (self, *self.by_mode.values()):
-                each.bind()
-        return self._launch
-
-
-# Workspace to eager problem to its launches.
-_numbered: weakref.WeakKeyDictionary[Workspace, weakref.WeakValueDictionary[Problem, _ByMode]]
-_numbered = weakref.WeakKeyDictionary()
-
-
 class _ByToken(GridVariant):
     """A variant of the layout `tokens`; its kernel has the constant ITEMS.
 
     Attributes:
         in_buffers: peers address the outputs of ep_dispatch, or the rows that ep_combine is given.
-        without_number: constants in the place of the arguments that a kernel has for calls with a number of tokens.
     """
 
     by_token = True
     in_buffers = False
-    without_number: Mapping[str, Value] = {}
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         if self.in_buffers and (problem.input_kind == "plain" or problem.layout == BY_RANK):
@@ -839,27 +785,7 @@ class _ByToken(GridVariant):
         return {**self.widest_grid(problem), "chunk_tokens": 256}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {**super().constants(problem, config), "ITEMS": config["items"], **self.without_number}
-
-    def number_bytes(self, problem: Problem, config: Config) -> int:
-        """Bytes of the workspace in which blocks tell each other the numbers of their ranks' tokens."""
-        return 0
-
-    def numbered(
-        self, problem: Problem, config: Config, workspace: Workspace, arguments: tuple[Any, ...]
-    ) -> Callable[[], Callable[..., None] | None]:
-        """`_Numbered.launch`, which gives None also where there is no such kernel, or no memory for it."""
-        request, layout = self.request(problem, config), workspace.layout
-        needed = self.staged(problem, config) + self.number_bytes(problem, config)
-        if not self.without_number or needed > layout.staging_bytes:
-            return lambda: None
-        kept = {name: value for name, value in request.constants if name not in self.without_number}
-        request = replace(request, constants=tuple(sorted({**kept, "NUMBERED": True}.items())))
-        made = _Numbered(request, int(config["num_blocks"]), workspace, arguments)
-        of_group = _numbered.setdefault(workspace, weakref.WeakValueDictionary())
-        made.by_mode = of_group.setdefault(replace(problem, mode="eager"), made.by_mode)
-        made.by_mode[problem.mode] = made
-        return made.launch
+        return {**super().constants(problem, config), "ITEMS": config["items"], **self.plain}
 
 
 class _Lamport(_ByToken):
@@ -889,14 +815,10 @@ class _InBuffers(_ByToken):
 
 class _Dispatch(_ByToken):
     op = "ep_dispatch"
-    without_number: Mapping[str, Value] = {"number": 0, "limits": 0, "NUMBERED": False}
+    plain: Mapping[str, Value] = {"number": 0, "limits": 0, "NUMBERED": False}
 
-    def number_bytes(self, problem: Problem, config: Config) -> int:
+    def optional_bytes(self, problem: Problem, config: Config) -> int:
         return 0 if self.limit_name == "stage_bytes" else 4 * problem.world_size * int(config["num_blocks"])
-
-    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
-        room, more = super().lane_room(problem, config, layout), self.number_bytes(problem, config)
-        return room | Room(gather=min(room.gather + more, layout.staging_bytes) if more else 0)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "EXPERTS": sizes_of(problem).experts}
@@ -909,7 +831,8 @@ class _Dispatch(_ByToken):
         given = (None,) * (10 if self.in_buffers else 7)
         arguments = (*given, *sizes, *lane_arguments(problem, workspace), *extra)
         launch = kernel.fix(arguments)
-        numbered = self.numbered(problem, config, workspace, (*arguments, None, None))
+        of_calls = (*arguments, None, None)
+        numbered = self.further(problem, config, workspace, of_calls, ("number", "limits"), NUMBERED=True)
         on_host, peers_of = workspace.device.type == "cpu", workspace.peers_of
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -938,7 +861,7 @@ class _Dispatch(_ByToken):
 
 class _Combine(_ByToken):
     op = "ep_combine"
-    without_number: Mapping[str, Value] = {"limits": 0, "NUMBERED": False}
+    plain: Mapping[str, Value] = {"limits": 0, "NUMBERED": False}
 
     def packets_held(self, problem: Problem, config: Config) -> int:
         items, each = int(config["items"]), problem.world_size
@@ -958,7 +881,8 @@ class _Combine(_ByToken):
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
         extra, peers_of = self.arguments(problem, config, workspace), workspace.peers_of
         arguments = (*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra)
-        launch, numbered = kernel.fix(arguments), self.numbered(problem, config, workspace, (*arguments, None))
+        launch, of_calls = kernel.fix(arguments), (*arguments, None)
+        numbered = self.further(problem, config, workspace, of_calls, ("limits",), NUMBERED=True)
         by_rank, in_buffers = problem.layout == BY_RANK, self.in_buffers
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:

@@ -136,7 +136,7 @@ class CombineTokensQuantized(_Push, _Combine, registered=True):
     summary = "layouts tokens and rank, rows travel quantised in pieces ordered by flags; only where wire= asks for it"
     numerics = "quantized"
     kernels = (combine_tokens_quantized_kernel,)
-    without_number: Mapping[str, Value] = {}
+    plain: Mapping[str, Value] = {}
     space = Space(IN_PIECES)
 
     def is_usual(self, problem: Problem, limits: Limits) -> bool:
