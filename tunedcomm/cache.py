@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,19 @@ from tunedcomm.hardware import version_of
 _PACKAGE = Path(__file__).resolve().parent
 
 
-@functools.cache
-def package_state() -> str:
-    """SHA-256 over place, size and time of change of this package's files, and the versions of what runs them."""
+def state_of(paths: Iterable[Path]) -> str:
+    """SHA-256 over place, size and time of change of files, and the versions of Python, Triton and torch."""
     found = [sys.version, *map(version_of, ("triton", "torch"))]
-    for path in sorted(_PACKAGE.rglob("*.py")):
+    for path in sorted(paths):
         there = path.stat()
         found.append(f"{path} {there.st_size} {there.st_mtime_ns}")
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+@functools.cache
+def package_state() -> str:
+    """The state of this package's files."""
+    return state_of(_PACKAGE.rglob("*.py"))
 
 
 def read(name: str, key: str) -> Any:

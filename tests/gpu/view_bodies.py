@@ -86,7 +86,7 @@ def memory_body() -> dict[str, object]:
 def _held(group: Any) -> int:
     workspace = get_communicator(group).workspace
     assert workspace is not None
-    return workspace.held_bytes()
+    return sum(workspace.held().values())
 
 
 def ops_body() -> dict[str, object]:

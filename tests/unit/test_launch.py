@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tunedcomm import cache
 from tunedcomm.dispatch.launches import LaneOrder
 from tunedcomm.kernels.common import launch
 
@@ -54,6 +56,35 @@ def test_every_layout_gets_every_argument(layout: str, arguments: tuple[Any, ...
     launch._through_triton(compiled, 8, TAIL, "memory", arguments)(99, *varying)
     payload = (1, 2, 10, 11, *TAIL)
     assert run.seen == [(*before, payload) if layout == "shared" else (*before, *payload)]
+
+
+def test_the_hash_of_triton_is_made_once_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process makes it where none is kept, or where a file of Triton changed since; others take it as it is."""
+    import triton.runtime.cache
+
+    made: list[str] = []
+
+    def make() -> str:
+        made.append("made")
+        return "of Triton"
+
+    def found_by_a_process() -> str:
+        monkeypatch.setattr(triton.runtime.cache, "triton_key", make)
+        launch.keep_triton_key.cache_clear()
+        launch.keep_triton_key()
+        return triton.runtime.cache.triton_key()  # type: ignore[no-any-return]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        assert found_by_a_process() == "of Triton"
+        in_first = len(made)
+        assert found_by_a_process() == "of Triton"
+        assert len(made) == in_first
+        monkeypatch.setattr(cache, "state_of", lambda paths: str(len(list(paths))))  # as after a change
+        assert found_by_a_process() == "of Triton"
+        assert len(made) > in_first
+    finally:
+        launch.keep_triton_key.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tunedcomm.kernels.common.launch import keep_triton_key
+
 _NAME = "tunedcomm.json"
 _AGAIN = "run `tunedcomm db compile` again"
 
@@ -28,12 +30,13 @@ def folder() -> Path:
 def _compiler(compute_capability: int) -> dict[str, str]:
     """Everything besides our sources that Triton's cache keys depend on."""
     from triton.backends.nvidia.compiler import get_ptxas_version
-    from triton.runtime.cache import triton_key
+    from triton.runtime import cache
 
+    keep_triton_key()
     return {
         "path": str(folder().resolve()),
         "Python": ".".join(map(str, sys.version_info[:2])),
-        "Triton": hashlib.sha256(triton_key().encode()).hexdigest(),
+        "Triton": hashlib.sha256(cache.triton_key().encode()).hexdigest(),
         "ptxas": get_ptxas_version(compute_capability),
     }
 

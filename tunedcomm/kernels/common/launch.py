@@ -15,9 +15,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tunedcomm import cache
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common import sync
 from tunedcomm.space import Value
@@ -104,10 +106,32 @@ def _settle_key(function: Any) -> None:
     _ = function.cache_key
 
 
+@functools.cache
+def keep_triton_key() -> None:
+    """Give Triton the hash of its own installation that an earlier process made, or keep the one that it makes now.
+
+    It is part of every key of Triton's cache. Triton reads some hundred MB for it at the first compilation of every
+    process, in half a second. The kept one serves while each of these files has its size and time of change.
+    """
+    import triton.runtime.cache
+
+    theirs, place = triton.runtime.cache, Path(triton.__file__).parent
+    with contextlib.suppress(Exception):  # then Triton does without
+        folders = ("runtime", "compiler", "backends", "language")
+        files = [*(path for name in folders for path in (place / name).rglob("*.py")), *place.glob("_C/libtriton*")]
+        state = cache.state_of(files)
+        held = cache.read("triton", state)
+        if isinstance(held, str):
+            theirs.triton_key = lambda: held
+        else:
+            cache.keep("triton", state, theirs.triton_key())
+
+
 def _source_and_options(request: CompileRequest) -> tuple[Any, dict[str, Any]]:
     """Triton's source and options of a binary."""
     from triton.compiler import ASTSource
 
+    keep_triton_key()
     kernel = request.resolve()
     _settle_key(kernel)
     constants = dict(request.constants)
