@@ -4,9 +4,9 @@
 
 Of each op so many random sizes, in bf16: the message's first extent is drawn from 1 on, up to 0.5 MiB of a collective
 or 2048 rows, the other extents are those of the op's default shapes. Each size is called once by the public function,
-which decides, binds and launches, and once by the library, bound before; in turns, and the GPU is idle before each.
-Times are of the slowest rank, on GPUs from call to return. On CPUs they are CPU time of the calling thread, for ranks
-that share cores wait for each other.
+which decides, binds and launches, and once by the library, bound before; in turns, and the slowest rank counts. On GPUs
+ten sizes follow each other, as in a program whose host runs ahead, and times are from call to return. On CPUs they are
+CPU time of the calling thread, for ranks that share cores wait for each other.
 
 `--profile` says where the host time of the tuned calls goes.
 
@@ -24,6 +24,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,10 +40,9 @@ from tunedcomm.ops.call import paths
 from tunedcomm.spec import Candidate, OpSpec, Problem, ops
 from tunedcomm.tuner.gang.ranks import join_group
 
-WARM_UP = 5  # sizes
 MIB = 1 << 20
 MAX_BYTES, MAX_ROWS = MIB // 2, 2048
-SIZES_A_BLOCK = 10  # after which the ranks look at the clock together
+SIZES_A_BLOCK = 10  # whose calls follow each other; the first block warms up
 
 
 def new_problem(spec: OpSpec, communicator: Communicator, draw: random.Random) -> Problem:
@@ -81,14 +81,17 @@ def device_mib(device: torch.device) -> float:
 
 def timed_ms(call: Callable[[], object], device: torch.device) -> float:
     """Host time of a call."""
-    clock = time.thread_time
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        clock = time.perf_counter
-    dist.barrier()
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
     begin = clock()
     call()
     return 1e3 * (clock() - begin)
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Begin together, with an idle GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
 
 
 def measure(
@@ -101,28 +104,33 @@ def measure(
     times: dict[str, list[float]] = {"tuned": [], "library": []}
     seen: set[tuple[int, ...]] = set()
     end, held, binaries = time.monotonic() + seconds, (0.0, 0.0), 0
-    for number in range(-WARM_UP, num_sizes):
-        if number == 0:
+    for first in range(-SIZES_A_BLOCK, num_sizes, SIZES_A_BLOCK):
+        if first == 0:
             held, binaries = (private_mib(), device_mib(device)), launch._compile.cache_info().misses
-        if number > 0 and number % SIZES_A_BLOCK == 0 and max(everyones(time.monotonic())) > end:
+        if first > 0 and max(everyones(time.monotonic())) > end:
             break
-        problem = new_problem(spec, communicator, draw)
-        while problem.shape in seen:
+        block: list[dict[str, Callable[[], object]]] = []
+        for number in range(first, min(first + SIZES_A_BLOCK, num_sizes)):
             problem = new_problem(spec, communicator, draw)
-        seen.add(problem.shape)
-        inputs = spec.make_inputs(problem, communicator.rank, number, "random", device)
-        outputs = spec.make_outputs(problem, device)
-        launch_library = communicator.bind(problem, library)
-        tensors = tuple(value for value in inputs if value is not None)
-        stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-        calls: dict[str, Callable[[], object]] = {
-            "tuned": lambda: path.run_problem(problem, inputs, outputs),  # noqa: B023 - called at once
-            "library": lambda: launch_library(tensors, outputs, stream),  # noqa: B023 - called at once
-        }
-        for contender in sorted(calls, reverse=number % 2 == 0):
-            with profile if profile and contender == "tuned" and number >= 0 else contextlib.nullcontext():
-                spent = timed_ms(calls[contender], device)
-            if number >= 0:
+            while problem.shape in seen:
+                problem = new_problem(spec, communicator, draw)
+            seen.add(problem.shape)
+            inputs = spec.make_inputs(problem, communicator.rank, number, "random", device)
+            outputs = spec.make_outputs(problem, device)
+            tensors = tuple(value for value in inputs if value is not None)
+            stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
+            calls = {
+                "tuned": partial(path.run_problem, problem, inputs, outputs),
+                "library": partial(communicator.bind(problem, library), tensors, outputs, stream),
+            }
+            block.append(calls if number % 2 else dict(reversed(calls.items())))
+        wait_for_all(device)
+        for contender, call in (pair for calls in block for pair in calls.items()):
+            if device.type != "cuda":
+                dist.barrier()  # on CPUs a call waits for the peers'
+            with profile if profile and contender == "tuned" and first >= 0 else contextlib.nullcontext():
+                spent = timed_ms(call, device)
+            if first >= 0:
                 times[contender].append(spent)
     binaries = launch._compile.cache_info().misses - binaries
     grown = (private_mib() - held[0], device_mib(device) - held[1])
