@@ -128,7 +128,7 @@ def gemm_corners(variant: Variant) -> list[Corner]:
 
 
 # Constant of a kernel's form to the arguments that this form alone takes.
-FORMS = {"WEIGHTED": ("weights", "weights_out"), "NUMBERED": ("number", "limits")}
+FORMS = {"WEIGHTED": ("weights", "weights_out"), "NUMBERED": ("number", "limits", "arena", "stage_bytes")}
 
 
 def with_forms(requests: Iterable[CompileRequest]) -> Iterator[CompileRequest]:
@@ -139,6 +139,8 @@ def with_forms(requests: Iterable[CompileRequest]) -> Iterator[CompileRequest]:
         for form, names in FORMS.items():
             if form in constants:
                 constants = {name: value for name, value in constants.items() if name not in names} | {form: True}
+                if "FEW" in constants:  # the most packets a thread that the first tokens may take
+                    constants |= {"FEW": 128, "PARTS": 2, "EACH": constants["ITEMS"]}
                 yield replace(request, constants=tuple(sorted(constants.items())))
 
 

@@ -39,6 +39,7 @@ MAX_STACK_BYTES_OF = {
     "count_kernel": 64,
     "combine_tokens_quantized_kernel": 64,
     "dispatch_tokens_push_kernel NUMBERED": 256,  # the threads of 16 warps, which have 128 registers, at 8 ranks: 216
+    "dispatch_tokens_direct_kernel NUMBERED": 64,  # the same: 32
 }
 # Where a tail of single elements is read and written by 512 threads, which have at most 128 registers each. Measured at
 # 8 ranks: two_shot 552, one_shot 1264.
