@@ -1,7 +1,7 @@
 """What a machine without rows of its own loses: siblings' winners beside its own ones, in turns of one run.
 
     torchrun --nproc-per-node 2 bench/siblings.py --own tuning_db/h200-nvswitch18-x2.db \\
-        --sibling tuning_db/h100-nvswitch18-x2.db --csv bench/results/siblings_h200.csv
+        --sibling tuning_db/h100-nvswitch18-x2.db --csv bench/results/tuner/siblings_h200.csv
 
 Dispatch decides once from the packaged rows of --own and once from those of --sibling alone: at 19 sizes of all_reduce,
 and for the other ops at up to 6 sizes that --own has in graphs; in bf16, in graphs and eagerly. First-use checks and

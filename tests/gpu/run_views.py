@@ -57,6 +57,7 @@ def launch(view: str, folder: str, module: str, bodies: str, **more: str) -> tup
             "VIEW": view, "VIEW_FOLDER": folder, "PYTHONPATH": importable(ROOT, ROOT / "tests", HERE),
             "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
             "NCCL_NVLS_ENABLE": "0", "TUNEDCOMM_PEER_TIMEOUT_S": "5", "TUNEDCOMM_DB": f"{folder}/{view}.db",
+            "TUNEDCOMM_BORROW": "no",  # checks of what siblings lend are part of a snapshot's digest
             "DUMP_AFTER_S": "200", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }  # fmt: skip
         log = Path(folder, f"said-{rank}")

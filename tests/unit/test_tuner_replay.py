@@ -145,3 +145,17 @@ def test_each_problem_gets_a_candidate_before_any_gets_a_second_one() -> None:
         wanted[: len({s.command.problem for s in early.steps})]
     )
     assert is_own(Candidate.of("all_reduce", "lamport", {}))
+
+
+def test_a_large_first_trial_is_estimated_from_the_largest_one_before() -> None:
+    """Not from the very first trial, in which the GPU's libraries are loaded."""
+    limits = recorded_limits()
+    small, large, larger = (Problem("all_reduce", (numel,), "bfloat16", 4) for numel in (512, 1 << 25, 1 << 26))
+    strategy = JobStrategy(job_settings(limits, [small], "default"), {})
+    assert strategy.may_begin(small, 0.0)
+    strategy.learn_cost(small, 0.5)
+    assert not strategy.may_begin(large, 0.4)
+    strategy.learn_cost(large, 0.1)
+    assert strategy.may_begin(larger, 0.25)
+    assert not strategy.may_begin(larger, 0.15)
+    assert strategy.may_begin(small, 0.15)

@@ -426,6 +426,8 @@ class CallPath(Generic[Result]):
         shared = self._aliases((*served, *targets), by_memory=True)
         problem = self._problem(communicator, served, signature, in_place=shared[0] == 0)
         plan, kept = self._plan(communicator, problem, signature)
+        if signature.capturing:
+            communicator.captured(plan)  # also where another one is launched in its place
         plan = adapter.extend(plan, communicator, served, signature)
         as_they_are = self._launch(communicator, plan, served, targets, shared, signature)
         # An output that covers its input without being it has no fast call.

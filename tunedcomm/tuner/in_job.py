@@ -30,7 +30,7 @@ import torch.distributed as dist
 from tunedcomm.db.values import LOST
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.launches import no_intercept
-from tunedcomm.kernels.common.launch import CompileRequest, is_compiled
+from tunedcomm.kernels.common.launch import CompileRequest, is_compiled, load
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_op, get_variant
 from tunedcomm.state import clean_process
 from tunedcomm.symm.nodes import make_subgroup
@@ -158,12 +158,12 @@ class JobStrategy(Strategy):
         """True if the first trial of the problem fits into the time left, estimated from the largest first trial."""
 
         def size(other: Problem) -> int:
-            return max(get_op(other.op).message_bytes(other), _SMALL_BYTES[self._settings.backend])
+            return get_op(other.op).message_bytes(other)
 
         if not self._first_s:
             return seconds_left >= 0.0
-        largest = max(self._first_s, key=size)
-        return self._first_s[largest] * max(1.0, size(problem) / size(largest)) <= seconds_left
+        largest, small = max(self._first_s, key=size), _SMALL_BYTES[self._settings.backend]
+        return self._first_s[largest] * max(1.0, size(problem) / max(size(largest), small)) <= seconds_left
 
     def learn_cost(self, problem: Problem, seconds: float) -> None:
         self._first_s.setdefault(problem, seconds)
@@ -217,7 +217,8 @@ def compile_together(
 
     Args:
         requests: rank 0's, the most wanted first.
-        seconds: rank 0's time limit. A binary that is not compiled then is compiled when it is bound.
+        seconds: rank 0's time limit. A binary that is not compiled then is compiled when it is bound. What is compiled
+            is loaded on every rank, for Triton builds a C launcher at the first load.
         on_progress: called on ranks that compile, with the number of binaries done and wanted.
     """
     import triton
@@ -249,6 +250,10 @@ def compile_together(
         gang.barrier()
         if gang.rank == first:
             token.unlink(missing_ok=True)
+        for request in requests if communicator.device.type == "cuda" and seconds > 0 else ():
+            if is_compiled(request, target):
+                with contextlib.suppress(Exception):  # its trial tells
+                    load(request, communicator.device)
 
 
 def run_in_job(

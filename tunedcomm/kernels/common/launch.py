@@ -389,7 +389,7 @@ def _resident(num_registers: int, compiled: Any, request: CompileRequest, proper
     )
 
 
-class _Loaded(NamedTuple):
+class Loaded(NamedTuple):
     """A binary on a device.
 
     Attributes:
@@ -406,7 +406,7 @@ class _Loaded(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(request: CompileRequest, device: torch.device) -> _Loaded:
+def load(request: CompileRequest, device: torch.device) -> Loaded:
     """Compile (or find) a binary and load it; a size never seen before asks for what others asked for."""
     import torch
 
@@ -416,7 +416,7 @@ def _loaded(request: CompileRequest, device: torch.device) -> _Loaded:
         compiled._init_handles()
     constants = dict(request.constants)
     in_order = tuple(constants[name] for name in request.resolve().arg_names if name in constants)
-    return _Loaded(compiled, _resident(compiled.n_regs, compiled, request, properties), in_order, properties)
+    return Loaded(compiled, _resident(compiled.n_regs, compiled, request, properties), in_order, properties)
 
 
 def _with_fewer_registers(
@@ -474,7 +474,7 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
     """
     if sync.INTERPRET:
         return _interpreted(request, grid)
-    loaded = _loaded(request, device)
+    loaded = load(request, device)
     if grid > loaded.fits:
         raise InfeasibleError(
             f"{grid} blocks of {request.num_warps} warps with {loaded.compiled.n_regs} registers a thread do not fit "
@@ -485,7 +485,7 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
         if smaller := _with_fewer_registers(
             loaded.compiled, request, grid, loaded.fits, found.limit, loaded.properties
         ):
-            loaded = _loaded(smaller, device)
+            loaded = load(smaller, device)
         found.share = max(found.share, grid / loaded.fits)
     compiled, scratch = loaded.compiled, None
     if needed := compiled.metadata.global_scratch_size * grid:
