@@ -181,6 +181,8 @@ def numbers_body() -> dict[str, object]:
 def slots_body() -> dict[str, object]:
     """Few tokens over and over: stages, slots and flags come round many times, ranks out of step."""
     checked = sum(round_trip(way, (8, 256, 2, 8), 1200, 10 + seed) for seed, way in enumerate(WAYS))
+    for seed, way in enumerate(WAYS[1:3]):  # calls with flags and calls without take turns
+        checked += round_trip(way, (FEW + 8, 256, 2, 8), 400, 30 + seed, numbered=True)
     return {"checked": checked}
 
 
