@@ -29,6 +29,12 @@ def room(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
+class StandIn(SimpleNamespace):
+    """A workspace that launches of further forms of kernels are kept for, so it can be referred to weakly."""
+
+    __hash__ = object.__hash__
+
+
 def spanning(problem: Problem) -> Any:
     """What `bind` reads of a workspace, also where the group spans nodes."""
 
@@ -42,7 +48,7 @@ def spanning(problem: Problem) -> Any:
 
     peers = (0,) * (MAX_WORLD_SIZE - 1)
     layout = LaneLayout.for_messages(64 << 20)
-    found = SimpleNamespace(
+    found = StandIn(
         lanes={problem.mode: Lane(local=0, peers=peers, multicast=0)},
         layout=layout,
         device=torch.device("cpu"),
