@@ -149,8 +149,8 @@ def write_limits(limits, own, most):
 
 
 @triton.jit
-def clear_rows(ids_out, weights_out, first, end, TOPK: tl.constexpr, BLOCK: tl.constexpr):
-    """Write places of −1 and weights of 0 for the tokens from `first` to before `end`, which nobody has."""
+def clear_lines(ids_out, weights_out, first, end, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the lines of no token, ids of −1 and weights of 0, to the rows from `first` to before `end`."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     for start in tl.range(first * TOPK + block * BLOCK, end * TOPK, blocks * BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -167,7 +167,7 @@ def send_number(own, numbers, peers, rank, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def sent_number(numbers, r):
+def number_of(numbers, r):
     """The number that the same block of rank r sent."""
     return load_word(numbers, r * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
 
@@ -177,7 +177,7 @@ def largest_number(numbers, own, rank, WORLD_SIZE: tl.constexpr):
     """The largest number of tokens of any rank; the peers' numbers have come."""
     most = own
     for s in tl.range(1, WORLD_SIZE):
-        most = tl.maximum(most, sent_number(numbers, (rank + s) % WORLD_SIZE))
+        most = tl.maximum(most, number_of(numbers, (rank + s) % WORLD_SIZE))
     return most
 
 
@@ -186,13 +186,13 @@ def finish_numbers(
     numbers, ids_out, weights_out, limits, own, most, tokens, rank,
     TOPK: tl.constexpr, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write `limits`, and the places of tokens that nobody has."""
+    """Write `limits` and the lines of tokens that nobody has."""
     write_limits(limits, own, most)
     for r in tl.range(0, WORLD_SIZE):
         count = own
         if r != rank:
-            count = sent_number(numbers, r)
-        clear_rows(ids_out, weights_out, r * tokens + count, (r + 1) * tokens, TOPK, BLOCK)
+            count = number_of(numbers, r)
+        clear_lines(ids_out, weights_out, r * tokens + count, (r + 1) * tokens, TOPK, BLOCK)
 
 
 @triton.jit
@@ -550,7 +550,7 @@ def dispatch_kernel(
                     at = r * tokens + placed
                     writer = part
                     if NUMBERED:
-                        is_there = placed < sent_number(local + numbers, r)
+                        is_there = placed < number_of(local + numbers, r)
                         writer = tl.where(is_there, part, SPLIT)  # no part writes of a token that nobody has
                     if WEIGHTED:
                         k = tl.arange(0, KP)
