@@ -117,7 +117,7 @@ class SampleCatalog(Catalog):
     def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
         return self.no_kernel
 
-    def default_beating_library(self, problem: Problem) -> Candidate | None:
+    def default_beating_library(self, problem: Problem, max_sms: int | None = None) -> Candidate | None:
         return self.by_rule_of_thumb
 
 

@@ -98,3 +98,14 @@ def test_a_check_at_the_first_call_has_the_last_word() -> None:
     assert decide(problem, checked(NOTHING, problem, alone, "slower")).candidate.variant == "library"
     elsewhere = decide(asked(32), checked(failed, problem, instead, "slower"))
     assert elsewhere.candidate.variant == "lamport", "slower counts at its own size alone"
+
+
+@pytest.mark.parametrize(("op", "variant"), [("ep_dispatch", "tokens_direct"), ("ep_combine", "tokens_pull")])
+@pytest.mark.parametrize("max_sms", [8, 24, 60])
+def test_on_few_sms_the_default_takes_no_more(op: str, variant: str, max_sms: int) -> None:
+    problem = Problem(op, (4096, 7168, 8, 256), "bfloat16", RANKS, "", layout="tokens", input_kind="symmetric")
+    found = decide(problem, max_sms=max_sms).candidate
+    assert found.variant == variant
+    blocks = get_variant(op, variant).num_blocks(problem, found.config_dict)
+    assert max_sms // 2 < blocks <= max_sms
+    assert found.config_dict["num_warps"] == 32

@@ -120,8 +120,8 @@ class Catalog(Protocol):
         """Return why no variant that the policy admits can run `problem`, or None. Tuning cannot help then."""
         return None
 
-    def default_beating_library(self, problem: Problem) -> Candidate | None:
-        """The candidate that is known to beat the library here unmeasured, or None."""
+    def default_beating_library(self, problem: Problem, max_sms: int | None = None) -> Candidate | None:
+        """The candidate that is known to beat the library here unmeasured, on so many SMs, or None."""
         return None
 
     def defaults(self, problem: Problem, max_sms: int | None) -> Iterable[Candidate]:
@@ -173,10 +173,13 @@ class Registered(Catalog):
     def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
         return why_no_kernel(problem, self.limits, policy)
 
-    def default_beating_library(self, problem: Problem) -> Candidate | None:
+    def default_beating_library(self, problem: Problem, max_sms: int | None = None) -> Candidate | None:
+        limits = self.limits
+        if max_sms is not None and limits.backend == "cuda":
+            limits = replace(limits, num_sms=min(limits.num_sms, max_sms))
         for variant in variants(problem.op).values():
-            if variant.default_beats_library(problem, self.limits):
-                return Candidate.of(problem.op, variant.name, variant.default_config(problem, self.limits))
+            if variant.default_beats_library(problem, limits):
+                return Candidate.of(problem.op, variant.name, variant.default_config(problem, limits))
         return None
 
     def defaults(self, problem: Problem, max_sms: int | None) -> Iterable[Candidate]:
@@ -847,7 +850,7 @@ def _rule_of_thumb(lookup: _Lookup, *, at_size: bool) -> Decision | None:
 
     With `at_size` only rows of the problem itself say so, else any of the op.
     """
-    candidate = lookup.catalog.default_beating_library(lookup.problem)
+    candidate = lookup.catalog.default_beating_library(lookup.problem, lookup.max_sms)
     if candidate is None or lookup.why_excluded(candidate) or lookup.why_failed(candidate):
         return None
     rows = lookup.rows_of_problem()

@@ -487,7 +487,7 @@ class DispatchLamport(_Lamport, DispatchVariant, registered=True):
         return super().refuse_grid(problem, {**config, "num_blocks": int(config["num_blocks"]) + counting}, limits)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return self.widest_grid(problem)
+        return self.widest_grid(problem, limits)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Any]:
         return {**super().constants(problem, config), "ID_PACKETS": self.id_packets(problem, config)}

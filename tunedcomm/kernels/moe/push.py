@@ -758,13 +758,15 @@ class GridVariant(KernelVariant):
         grid = {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split}
         return {**grid, "chunk_tokens": power_of_2(max(tokens, 1)), "items": 1}
 
-    def widest_grid(self, problem: Problem) -> dict[str, float]:
-        """Up to 128 blocks, whose threads hold several packets where tokens are many."""
+    def widest_grid(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        """Up to 128 blocks, whose threads hold several packets where tokens are many; on few SMs, of more warps."""
         tokens, packets = max(problem.shape[0], 1), self.packets(problem)
+        has_few = limits.backend == "cuda" and limits.num_sms < 64
         split = max(min(128 // tokens, packets // 64, 8), 1)
-        warps = min(max(power_of_2(packets // split) // 64, 1), 8)
+        warps = min(max(power_of_2(packets // split) // (32 if has_few else 64), 1), 32 if has_few else 8)
         items = min(max(packets / (split * 32 * warps), 1), 4)
-        return {"num_blocks": min(tokens * split, 128), "num_warps": warps, "split": split, "items": items}
+        blocks = min(tokens * split, limits.num_sms if has_few else 128)
+        return {"num_blocks": blocks, "num_warps": warps, "split": split, "items": items}
 
     def request(self, problem: Problem, config: Config) -> CompileRequest:
         """The binary, with so few registers that all blocks of a grid of more than 128 are resident."""

@@ -879,7 +879,7 @@ class _ByToken(GridVariant):
         return super().refuse_config(problem, config, limits)
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return {**self.widest_grid(problem), "chunk_tokens": 256}
+        return {**self.widest_grid(problem, limits), "chunk_tokens": 256}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "ITEMS": config["items"], **self.plain}
@@ -938,9 +938,18 @@ class _Push(_ByToken):
 
 
 class _InBuffers(_ByToken):
-    """Everything in one piece, past the workspace."""
+    """Everything in one piece, past the workspace.
 
-    space = Space({**GRID, "items": Choice(1, 2, 4)})
+    On two H200 4096 tokens take 171 µs to dispatch and 182 µs to combine with 128 blocks of 8 warps, 196 and 253 µs
+    with 24 blocks of 32 warps and one packet a thread.
+    """
+
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512), "num_warps": PowerOfTwo(1, 32),
+            "split": GRID["split"], "items": Choice(1, 2, 4),
+        }
+    )  # fmt: skip
     in_buffers = True
 
     def token_bytes(self, problem: Problem) -> int:
