@@ -220,13 +220,14 @@ def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:
     """Problems of the same shape that may answer for `problem`, nearest first, each with what was relaxed.
 
     `avg` is answered by `sum`; in place by out of place and the other way round; symmetric input by plain input (a
-    kernel that reads a plain input reads a symmetric one, not the other way round); bfloat16 by float16 and the other
-    way round; layouts and scalings as the op lists them; and combinations of these. Op, world size and mode
-    never relax.
+    kernel that reads a plain input reads a symmetric one, not the other way round), unless kernels of the op run
+    unmeasured (`OpSpec.shape_reach`): then the ones for symmetric memory do; bfloat16 by float16 and the other way
+    round; layouts and scalings as the op lists them; and combinations of these. Op, world size and mode never relax.
     """
+    spec = find_op(problem.op)
     dtypes = [problem.dtype, *([_SIXTEEN_BIT[problem.dtype]] if problem.dtype in _SIXTEEN_BIT else [])]
     kinds: list[Literal["plain", "symmetric"]] = [problem.input_kind]
-    if problem.input_kind == "symmetric":
+    if problem.input_kind == "symmetric" and not (spec and spec.shape_reach):
         kinds.append("plain")
     reductions = [problem.reduction, *(["sum"] if problem.reduction == "avg" else [])]
     places = [problem.in_place, not problem.in_place]

@@ -760,13 +760,14 @@ class GridVariant(KernelVariant):
 
     def widest_grid(self, problem: Problem, limits: Limits) -> dict[str, float]:
         """Up to 128 blocks, whose threads hold several packets where tokens are many; on few SMs, of more warps."""
-        tokens, packets = max(problem.shape[0], 1), self.packets(problem)
-        has_few = limits.backend == "cuda" and limits.num_sms < 64
+        tokens, packets, most, widest, rounds = max(problem.shape[0], 1), self.packets(problem), 128, 8, 2
+        if limits.backend == "cuda" and limits.num_sms < 64:
+            sizes = (int(each) for each in dict(self.space.axes)["num_blocks"].values())
+            most, widest, rounds = max(each for each in sizes if each <= limits.num_sms), 32, 1
         split = max(min(128 // tokens, packets // 64, 8), 1)
-        warps = min(max(power_of_2(packets // split) // (32 if has_few else 64), 1), 32 if has_few else 8)
+        warps = min(max(power_of_2(packets // split) // (32 * rounds), 1), widest)
         items = min(max(packets / (split * 32 * warps), 1), 4)
-        blocks = min(tokens * split, limits.num_sms if has_few else 128)
-        return {"num_blocks": blocks, "num_warps": warps, "split": split, "items": items}
+        return {"num_blocks": min(tokens * split, most), "num_warps": warps, "split": split, "items": items}
 
     def request(self, problem: Problem, config: Config) -> CompileRequest:
         """The binary, with so few registers that all blocks of a grid of more than 128 are resident."""
