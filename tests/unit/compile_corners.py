@@ -140,7 +140,8 @@ def with_forms(requests: Iterable[CompileRequest]) -> Iterator[CompileRequest]:
             if form in constants:
                 constants = {name: value for name, value in constants.items() if name not in names} | {form: True}
                 if "FEW" in constants:  # the most packets a thread that the first tokens may take
-                    constants |= {"FEW": 128, "PARTS": 2, "EACH": constants["ITEMS"]}
+                    each = 1 if int(constants["BLOCK"]) > 512 else constants["ITEMS"]
+                    constants |= {"FEW": 128, "PARTS": 2, "EACH": each}
                 yield replace(request, constants=tuple(sorted(constants.items())))
 
 

@@ -39,7 +39,8 @@ MAX_STACK_BYTES_OF = {
     "count_kernel": 64,
     "combine_tokens_quantized_kernel": 64,
     "dispatch_tokens_push_kernel NUMBERED": 256,  # the threads of 16 warps, which have 128 registers, at 8 ranks: 216
-    "dispatch_tokens_direct_kernel NUMBERED": 64,  # the same: 32
+    "dispatch_tokens_direct_kernel NUMBERED": 256,  # the same: 32; those of 32 warps, which have 64: 240
+    "combine_tokens_pull_kernel NUMBERED": 160,  # those of 32 warps: 144
 }
 # Where a tail of single elements is read and written by 512 threads, which have at most 128 registers each. Measured at
 # 8 ranks: two_shot 552, one_shot 1264.

@@ -899,7 +899,7 @@ class _ByToken(GridVariant):
         if by_flags := "FEW" in self.plain:
             few, packets, threads = min(few, self.few), self.packets(problem), 32 * int(config["num_warps"])
             parts = max(min(int(config["num_blocks"]) // 64, power_of_2(-(-packets // threads)), 8), 1)
-            each = min(each, power_of_2(-(-packets // (parts * threads))))
+            each = 1 if threads > 512 else min(each, power_of_2(-(-packets // (parts * threads))))  # else it spills
         while (needed := self.few_bytes(problem, config, few, parts)) > layout.stage_bytes and few and by_flags:
             few //= 2
         if needed > layout.stage_bytes:
