@@ -16,19 +16,16 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from ranks import everyones, slowest, times_in_turn
+from ranks import compare, everyones
 from rows import arguments, of_run, show
 
 import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.spec import ITEMSIZE, Candidate, Problem, get_op
+from tunedcomm.spec import ITEMSIZE, Candidate, Problem
 from tunedcomm.tuner.gang.ranks import join_group
 from tunedcomm.tuner.in_job import job_settings, run_in_job
-from tunedcomm.tuner.measure import timing
 from tunedcomm.tuner.search.coordinator import Coordinator
-
-SAMPLE_US = 5000.0
 
 
 def sweep(communicator: Communicator, problems: list[Problem], trials: int) -> dict[Problem, Candidate]:
@@ -42,21 +39,6 @@ def sweep(communicator: Communicator, problems: list[Problem], trials: int) -> d
     for problem in problems if coordinator is not None and coordinator.knowledge is not None else ():
         found[problem] = coordinator.knowledge.answer(problem).candidate
     return everyones(found)[0]
-
-
-def compare(communicator: Communicator, problem: Problem, candidates: list[Candidate], rounds: int) -> list[float]:
-    """Medians in µs of the slowest rank, of launches that take turns."""
-    op, device = get_op(problem.op), communicator.device
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    inputs = op.make_inputs(problem, communicator.rank, 0, "random", device)
-    outputs, graph = op.make_outputs(problem, device), problem.mode == "graph"
-    launches = [communicator.bind(problem, candidate) for candidate in candidates]
-
-    def p50_us(calls: int, rounds: int) -> list[float]:
-        made = [timing.make_run(run, inputs, outputs, calls=calls, graph=graph, stream=stream) for run in launches]
-        return [one.p50_us for one in slowest(times_in_turn(made, rounds, stream))]
-
-    return p50_us(max(2, min(200, int(SAMPLE_US / min(p50_us(5, 5))))), rounds)
 
 
 def main() -> None:

@@ -16,12 +16,13 @@ from rows import of_run
 
 from tunedcomm.bench.csv import append_rows
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.spec import Candidate, Problem, format_shape, get_variant
+from tunedcomm.spec import Candidate, Problem, format_shape, get_op, get_variant
 from tunedcomm.tuner.gang.protocol import Latency
 from tunedcomm.tuner.measure import timing
 from tunedcomm.tuner.measure.compile_pool import CompilePool
 
 T = TypeVar("T")
+SAMPLE_US = 5000.0  # of a round of `compare`
 
 
 def bf16_sum(numel: int, mode: str = "graph") -> Problem:
@@ -59,6 +60,27 @@ def times_in_turn(
     """This rank's µs a call, by contender and round; the contenders take turns, after a barrier each."""
     token = torch.zeros(1, device="cpu" if stream is None else stream.device)
     return timing.take_rounds(partial(dist.all_reduce, token), contenders, rounds, stream)
+
+
+def compare(communicator: Communicator, problem: Problem, candidates: Sequence[Candidate], rounds: int) -> list[float]:
+    """Medians in µs of the slowest rank, of launches that take turns."""
+    op, device = get_op(problem.op), communicator.device
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    made = op.make_inputs(problem, communicator.rank, 0, "random", device)
+    inputs, outputs = tuple(each for each in made if each is not None), op.make_outputs(problem, device)
+    launches = [communicator.bind(problem, candidate) for candidate in candidates]
+    for launch in launches:  # a capture may not be the first one
+        with torch.cuda.stream(stream):
+            launch(inputs, outputs, stream.cuda_stream if stream is not None else 0)
+    if stream is not None:
+        stream.synchronize()
+
+    def p50_us(calls: int, rounds: int) -> list[float]:
+        options: dict[str, Any] = {"calls": calls, "graph": problem.mode == "graph", "stream": stream}
+        runs = [timing.make_run(launch, inputs, outputs, **options) for launch in launches]
+        return [one.p50_us for one in slowest(times_in_turn(runs, rounds, stream))]
+
+    return p50_us(max(2, min(200, int(SAMPLE_US / min(p50_us(5, 5))))), rounds)
 
 
 def block_us(call: Callable[[], object], calls: int, device: torch.device, *, to_end: bool) -> float:

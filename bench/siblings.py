@@ -17,25 +17,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from ranks import compile_all, slowest, times_in_turn
+from ranks import compare, compile_all
 from rows import arguments, of_run, show
 
 from tunedcomm import kernels, settings
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.decide import decide
 from tunedcomm.dispatch.groups import get_communicator
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, get_op
 from tunedcomm.tuner.gang.ranks import join_group
-from tunedcomm.tuner.measure import timing
 
 SIZES = [1 << bits for bits in range(10, 29)]  # bytes
 OTHERS = ("all_gather", "reduce_scatter", "all_reduce_rms_norm", "gemm_rs", "ag_gemm")
 SHAPES = 6  # of an op
-SAMPLE_US = 4000.0
 
 
 def problems(own: Snapshot, world_size: int) -> Iterator[Problem]:
@@ -49,24 +45,6 @@ def problems(own: Snapshot, world_size: int) -> Iterator[Problem]:
         some = sorted((p for p in some if p.input_kind == "plain"), key=lambda p: (p.numel, p.shape))
         step = max(1, (len(some) - 1) / (SHAPES - 1))
         yield from (some[round(number * step)] for number in range(min(SHAPES, len(some))))
-
-
-def compare(communicator: Communicator, problem: Problem, candidates: list[Candidate], rounds: int) -> list[float]:
-    """Medians in µs of the slowest rank; launches take turns."""
-    op, device, stream = get_op(problem.op), communicator.device, torch.cuda.Stream()
-    inputs = tuple(each for each in op.make_inputs(problem, communicator.rank, 0, "random", device) if each is not None)
-    outputs, graph = op.make_outputs(problem, device), problem.mode == "graph"
-    launches = [communicator.bind(problem, candidate) for candidate in candidates]
-    for launch in launches:
-        with torch.cuda.stream(stream):
-            launch(inputs, outputs, stream.cuda_stream)
-    stream.synchronize()
-
-    def p50_us(calls: int, rounds: int) -> list[float]:
-        made = [timing.make_run(run, inputs, outputs, calls=calls, graph=graph, stream=stream) for run in launches]
-        return [one.p50_us for one in slowest(times_in_turn(made, rounds, stream))]
-
-    return p50_us(max(2, min(100, int(SAMPLE_US / min(p50_us(5, 5))))), rounds)
 
 
 def main() -> None:

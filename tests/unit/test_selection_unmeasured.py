@@ -109,3 +109,8 @@ def test_on_few_sms_the_default_takes_no_more(op: str, variant: str, max_sms: in
     blocks = get_variant(op, variant).num_blocks(problem, found.config_dict)
     assert max_sms // 2 < blocks <= max_sms
     assert found.config_dict["num_warps"] == 32
+
+
+@pytest.mark.parametrize("kind", ["plain", "symmetric"])
+def test_without_sms_no_kernel_runs(kind: Any) -> None:
+    assert decide(asked(4096, layout="tokens", input_kind=kind), max_sms=0).candidate.variant == "library"

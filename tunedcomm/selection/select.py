@@ -176,7 +176,7 @@ class Registered(Catalog):
     def default_beating_library(self, problem: Problem, max_sms: int | None = None) -> Candidate | None:
         limits = self.limits
         if max_sms is not None and limits.backend == "cuda":
-            limits = replace(limits, num_sms=min(limits.num_sms, max_sms))
+            limits = replace(limits, num_sms=min(limits.num_sms, max(max_sms, 1)))
         for variant in variants(problem.op).values():
             if variant.default_beats_library(problem, limits):
                 return Candidate.of(problem.op, variant.name, variant.default_config(problem, limits))

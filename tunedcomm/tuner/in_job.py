@@ -230,6 +230,7 @@ def compile_together(
     with control_group(communicator) as control:
         gang = Gang(control, communicator)
         requests, seconds = gang.gather((list(requests), seconds))[0]
+        end_s = time.monotonic() + seconds
         token = folder / f"{gang.gather(uuid.uuid4().hex)[first]}.tunedcomm"
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -244,14 +245,13 @@ def compile_together(
             share = max(1, num_workers(_MOST_WORKERS) // sum(compiles for compiles, place in everyone if place == node))
             with contextlib.closing(CompilePool(share)) as pool:
                 pool.submit(wanted, compute_capability)
-                end_s = time.monotonic() + seconds
                 while not pool.drain(_REPORT_S) and time.monotonic() < end_s:
                     on_progress(len(pool.outcomes()), len(wanted))
         gang.barrier()
         if gang.rank == first:
             token.unlink(missing_ok=True)
-        for request in requests if communicator.device.type == "cuda" and seconds > 0 else ():
-            if is_compiled(request, target):
+        for request in requests if communicator.device.type == "cuda" else ():
+            if time.monotonic() < end_s and is_compiled(request, target):
                 with contextlib.suppress(Exception):  # its trial tells
                     load(request, communicator.device)
 

@@ -760,12 +760,12 @@ class GridVariant(KernelVariant):
 
     def widest_grid(self, problem: Problem, limits: Limits) -> dict[str, float]:
         """Up to 128 blocks, whose threads hold several packets where tokens are many; on few SMs, of more warps."""
-        tokens, packets, most, widest, rounds = max(problem.shape[0], 1), self.packets(problem), 128, 8, 2
+        tokens, packets, most, widest, each = max(problem.shape[0], 1), self.packets(problem), 128, 8, 2
         if limits.backend == "cuda" and limits.num_sms < 64:
-            sizes = (int(each) for each in dict(self.space.axes)["num_blocks"].values())
-            most, widest, rounds = max(each for each in sizes if each <= limits.num_sms), 32, 1
+            sizes = map(int, dict(self.space.axes)["num_blocks"].values())
+            most, widest, each = max(size for size in sizes if size <= limits.num_sms), 32, 1
         split = max(min(128 // tokens, packets // 64, 8), 1)
-        warps = min(max(power_of_2(packets // split) // (32 * rounds), 1), widest)
+        warps = min(max(power_of_2(packets // split) // (32 * each), 1), widest)
         items = min(max(packets / (split * 32 * warps), 1), 4)
         return {"num_blocks": min(tokens * split, most), "num_warps": warps, "split": split, "items": items}
 
