@@ -12,6 +12,8 @@ from tunedcomm.tuner.search.study import Search, default_candidates, families, s
 # Proposals taken from each neighbour.
 _PROPOSALS = 3
 _FINALISTS_PER_SHAPE = 2
+# What experts' exchanges leave to the kernels beside a GEMM; `known.best_per_sm_limit` finds others.
+_BESIDE_WORK_SMS = 24
 # With the best four candidates of each shape, dispatch between the shapes loses as little as with all candidates
 # (bench/regret.py). Twice as many leave room for candidates that cannot run at a size between.
 BEST_OF_SHAPE = 8
@@ -40,11 +42,11 @@ class Strategy:
     def seeds(self, problem: Problem, known: Knowledge, searched: Collection[Problem]) -> list[Candidate]:
         """The candidates to try first after the library, best guess first.
 
-        A default that calls run untuned comes before all: no search may end without it.
+        Defaults that calls run untuned come before all, also the one for calls beside work: no search may end without.
         """
         proposals = known.proposals(problem, _PROPOSALS, searched)
-        default = known.catalog.default_beating_library(problem)
-        return [*([default] if default else []), *proposals, *default_candidates(problem, known.limits)]
+        untuned = [known.catalog.default_beating_library(problem, sms) for sms in (None, _BESIDE_WORK_SMS)]
+        return [*filter(None, untuned), *proposals, *default_candidates(problem, known.limits)]
 
     def finalists(self, family: Sequence[Problem], known: Knowledge) -> Iterator[tuple[Problem, list[Candidate]]]:
         """The candidates that the finals of each problem of a searched group measure, in this order.
