@@ -33,10 +33,19 @@ WAYS = (
 
 def variants_body() -> dict[str, object]:
     """Every plain variant in a few configs, at all sizes, random and skewed routing, -0.0 too: the reference's bits."""
+    return _compared(weighted=False)
+
+
+def weighted_body() -> dict[str, object]:
+    """The same of sorted layouts with weights, which travel beside the rows."""
+    return _compared(weighted=True)
+
+
+def _compared(*, weighted: bool) -> dict[str, object]:
     communicator, checked, shuffle = get_communicator(), 0, random.Random(3)
     ranks = range(communicator.world_size)
     for number, shape in enumerate(SHAPES):
-        for (op, layout, names), kind, weighted in itertools.product(FORMS, ("random", "integers"), (False, True)):
+        for (op, layout, names), kind in itertools.product(FORMS, ("random", "integers")):
             if (names == BY_EXPERT and shape[0] > 1000) or (names == BY_TOKEN and weighted):
                 continue
             dtype = ("bfloat16", "float32", "float16")[number % 3]

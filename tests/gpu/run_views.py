@@ -50,13 +50,15 @@ def launch(view: str, folder: str, module: str, bodies: str, **more: str) -> tup
         port = probe.getsockname()[1]
     known = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if name]
     processes = []
+    database = Path(folder, f"{view}-{module}", "user.db")  # files beside it, such as checks, are not of other launches
+    database.parent.mkdir(exist_ok=True)
     for rank, (gpus, index) in enumerate(VIEWS[view]):
         environment = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2",
             "LOCAL_RANK": str(index), "CUDA_VISIBLE_DEVICES": ",".join(known[int(gpu)] for gpu in gpus.split(",")),
             "VIEW": view, "VIEW_FOLDER": folder, "PYTHONPATH": importable(ROOT, ROOT / "tests", HERE),
             "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-            "NCCL_NVLS_ENABLE": "0", "TUNEDCOMM_PEER_TIMEOUT_S": "5", "TUNEDCOMM_DB": f"{folder}/{view}.db",
+            "NCCL_NVLS_ENABLE": "0", "TUNEDCOMM_PEER_TIMEOUT_S": "5", "TUNEDCOMM_DB": str(database),
             "TUNEDCOMM_BORROW": "no",  # checks of what siblings lend are part of a snapshot's digest
             "DUMP_AFTER_S": "200", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }  # fmt: skip
