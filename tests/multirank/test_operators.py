@@ -68,7 +68,7 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
     wider, column = draw(rank, 4, 128), draw(rank, 128)
     sorted_back = op in ("ep_combine", "ep_combine_rank")
     weights = draw(8, 3, 2) if op == "ep_dispatch" else None
-    rows = (IDS, weights, 4, None, "padded" if sorted_back else "contiguous", "", 8, True, *same)
+    rows = (IDS, weights, None, 4, None, "padded" if sorted_back else "contiguous", "", 8, True, *same)
     sent = OPS.ep_dispatch.default(draw(rank, 3, 4), *rows)[4] if sorted_back else None
     return {
         "all_reduce": (x, "sum", *same),
@@ -93,8 +93,8 @@ def arguments_of(op: str, rank: int, nk: bool, dtype: torch.dtype) -> tuple[Any,
             *same,
         ),
         "ep_dispatch": (draw(rank, 3, 4), *rows),
-        "ep_combine": (draw(rank, 2, 6, 4), draw(9, 3, 2), IDS, sent, 4, *same),
-        "ep_combine_rank": (draw(rank, 2, 6, 4), draw(9, 2, 3, 2), IDS, sent, 4, "", *same),
+        "ep_combine": (draw(rank, 2, 6, 4), draw(9, 3, 2), IDS, sent, None, 4, *same),
+        "ep_combine_rank": (draw(rank, 2, 6, 4), draw(9, 2, 3, 2), IDS, sent, None, 4, "", *same),
         "ep_dispatch_tokens": (draw(rank, 3, 4), IDS, draw(9, 3, 2), None, 4, True, False, *same),
         "ep_combine_tokens": (draw(rank, 2 * 3, 4), torch.cat([IDS, IDS]).clamp(max=1).int(), IDS, None, 4, "", *same),
         "ag_gemm": (a, b, *scales, wide, *same),

@@ -38,6 +38,7 @@ def calls(rank: int, world_size: int) -> dict[str, tuple[Tensors, tuple[Any, ...
     x, row, ids = drawn(rank, 2 * world_size, 16), drawn(0, 16), torch.tensor([[0, 3], [2, 1], [1, -1]])
     wide, b, few = drawn(rank, 4, 128), drawn(0, 16, 8), drawn(rank, 2, 8)
     sent = sent_to(rank, world_size, ids)
+    number, all_rows = torch.tensor(2 + rank % 2, dtype=torch.int32), torch.tensor([3, 3], dtype=torch.int32)
     gemm = (x, b, None, None)
     counts = tuple(2 for _ in range(world_size))
     return {
@@ -68,12 +69,14 @@ def calls(rank: int, world_size: int) -> dict[str, tuple[Tensors, tuple[Any, ...
         "ag_gemm_list": ((few, None, drawn(0, 8, 8), drawn(0, 8, 4), None, None), (None,)),
         "gemm_rs": (gemm, (None, "sum")),
         "gemm_ar": ((x, b, None, None, None), (None,)),
-        "ep_dispatch": ((drawn(rank, 3, 32), ids, None), (2 * world_size, 12, "padded", "", 128, True)),
-        "ep_combine": ((sent.tokens, torch.ones(3, 2), ids, sent.rows), (2 * world_size,)),
-        "ep_combine_rank": ((sent.tokens, torch.ones(world_size, 3, 2), ids, sent.rows), (2 * world_size, "")),
-        "ep_dispatch_tokens": ((drawn(rank, 3, 32), ids, None, None), (2 * world_size, True, False)),
+        "ep_dispatch": ((drawn(rank, 3, 32), ids, None, number), (2 * world_size, 12, "padded", "", 128, True)),
+        "ep_combine": ((sent.tokens, torch.ones(3, 2), ids, sent.rows, all_rows), (2 * world_size,)),
+        "ep_combine_rank": (
+            (sent.tokens, torch.ones(world_size, 3, 2), ids, sent.rows, all_rows), (2 * world_size, "")
+        ),
+        "ep_dispatch_tokens": ((drawn(rank, 3, 32), ids, None, number), (2 * world_size, True, False)),
         "ep_combine_tokens": (
-            (drawn(rank, 3 * world_size, 32), ids.int().repeat(world_size, 1).clamp(max=1), ids, None),
+            (drawn(rank, 3 * world_size, 32), ids.int().repeat(world_size, 1).clamp(max=1), ids, all_rows),
             (2 * world_size, ""),
         ),
     }  # fmt: skip
@@ -193,7 +196,7 @@ def rows_body(rank: int, world_size: int) -> int:
                     group = dist.group.WORLD
                     assert group is not None
                     more = (2 * world_size, world_size, group.group_name)
-                    found = torch.ops.tunedcomm.ep_combine(trimmed, weights, ids, sent.rows, *more)
+                    found = torch.ops.tunedcomm.ep_combine(trimmed, weights, ids, sent.rows, None, *more)
                     assert torch.equal(found, due), (variant, case, behind)
                     count += 1
     # Gradients that one rank asks for and others do not.
@@ -254,7 +257,7 @@ def refused_body(rank: int, world_size: int) -> int:
         more = (2 * world_size, world_size, dist.group.WORLD.group_name)  # type: ignore[union-attr]
         few = results.view(-1, 32)[: int(sent.rows.max()) if rank == 1 else None]
         with ends(rank == 1):
-            torch.ops.tunedcomm.ep_combine(few, weights, ids, sent.rows, *more)
+            torch.ops.tunedcomm.ep_combine(few, weights, ids, sent.rows, None, *more)
     return count
 
 

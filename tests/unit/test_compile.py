@@ -38,6 +38,7 @@ MAX_STACK_BYTES_OF = {
     "lamport_quantized_kernel": 64,
     "count_kernel": 64,
     "combine_tokens_quantized_kernel": 64,
+    "dispatch_kernel NUMBERED": 256,  # 192 at 4 ranks
     "dispatch_tokens_push_kernel NUMBERED": 256,  # the threads of 16 warps, which have 128 registers, at 8 ranks: 216
     "dispatch_tokens_direct_kernel NUMBERED": 256,  # the same: 32; those of 32 warps, which have 64: 240
     "combine_tokens_pull_kernel NUMBERED": 160,  # those of 32 warps: 144
@@ -101,7 +102,7 @@ def about_resources(binary: dict[str, Any]) -> list[str]:
     if re.fullmatch(rf"sm_{binary['capability']}a?", binary["target"]) is None:
         found.append(f"is for {binary['target']!r}")
     named = binary.get("function", "") + (" NUMBERED" if binary.get("NUMBERED") else "")
-    most = MAX_STACK_BYTES_OF.get(named, MAX_STACK_BYTES)
+    most = MAX_STACK_BYTES_OF.get(named, MAX_STACK_BYTES_OF.get(binary.get("function", ""), MAX_STACK_BYTES))
     if not moves_whole_packets(binary) and not binary.get("QUANTIZE"):
         most = MAX_STACK_BYTES_TAIL
     if "BLOCK_M" in binary:

@@ -318,10 +318,10 @@ def ep_dispatch(ctx: Any, grad: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
     ids, rows = ctx.saved_tensors
     group_size, group, max_sms = ctx.settings
     ones = torch.ones_like(ids, dtype=torch.promote_types(grad.dtype, torch.float32))
-    grad_x = _ops.ep_combine(grad, ones, ids, rows, ctx.options[0], group_size, group, None, max_sms)
+    grad_x = _ops.ep_combine(grad, ones, ids, rows, None, ctx.options[0], group_size, group, None, max_sms)
     if ctx.weights_dtype is None:
         return grad_x, None, None
-    grad_weights = _ops.reduce_scatter(rest[-1], "sum", 0, group_size, group, None, max_sms)
+    grad_weights = _ops.reduce_scatter(rest[-2], "sum", 0, group_size, group, None, max_sms)
     return grad_x, None, grad_weights.squeeze(0).to(ctx.weights_dtype)
 
 
@@ -340,7 +340,7 @@ def ep_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wants_results, wants_weights, *_ = ctx.needs_input_grad  # of this rank alone: all exchanges are made
     group_size, group, _, max_sms = ctx.settings
     rest = (group_size, group, max_sms)
-    sent = _ops.ep_dispatch(grad, ids, None, ctx.options[0], rows.numel(), "contiguous", "", 1, True, *rest)
+    sent = _ops.ep_dispatch(grad, ids, None, None, ctx.options[0], rows.numel(), "contiguous", "", 1, True, *rest)
     flat = results.reshape(-1, results.shape[-1])
     wide = torch.promote_types(flat.dtype, torch.float32)
     target = torch.where(rows < 0, len(flat), rows).long()  # one row more than there are takes what is not here

@@ -72,10 +72,11 @@ class DispatchResult:
         offsets: [E_local + 1] int32: the first row of each expert of tokens as a matrix [rows, H], and the row behind
             the last expert.
         rows: [world_size, T, K] int32: row of every rank's token t for its k-th expert; below 0 if it is not here.
-        topk_ids: as they were passed, [T, K]; with `expert_map` ids of replicas, with `num_tokens` −1 from there on.
+        topk_ids: as they were passed, [T, K]; with `expert_map` ids of replicas.
         num_experts: of all ranks.
         group: as it was passed.
         weights: [world_size, T, K]: `topk_weights` of all ranks, in fp32 or wider; None if none were passed.
+        token_limits: as of `TokenDispatchResult`.
     """
 
     tokens: torch.Tensor
@@ -87,6 +88,7 @@ class DispatchResult:
     num_experts: int
     group: dist.ProcessGroup | None = None
     weights: torch.Tensor | None = None
+    token_limits: torch.Tensor | None = None
 
     def check(self) -> None:
         """Wait for the device and raise if tokens had no room.
@@ -283,8 +285,8 @@ class _Dispatch(OpAdapter):
     """The adapter of ep_dispatch without what depends on the layout; `named` reads the options."""
 
     op = "ep_dispatch"
-    inputs: tuple[str, ...] = ("x", "topk_ids", "topk_weights")
-    optional: tuple[str, ...] = ("topk_weights",)
+    inputs = ("x", "topk_ids", "topk_weights", "num_tokens")
+    optional = ("topk_weights", "num_tokens")
     reduces = False
     named: Any
 
@@ -293,8 +295,8 @@ class _Dispatch(OpAdapter):
         """Rows of an expert, or of all of them, and the alignment of experts."""
 
     def operands(self, inputs: Tensors, options: Any) -> Tensors:
-        x, ids, weights = inputs
-        return x, ids, None if weights is None else weights.to(torch.float32)
+        x, ids, weights, number = inputs
+        return x, ids, None if weights is None else weights.to(torch.float32), number
 
     def fill_alone(self, communicator: Communicator, inputs: Tensors, targets: Tensors, options: Any) -> None:
         problem = self.problem(inputs, options, 1)
@@ -328,15 +330,16 @@ class _SortedOptions(NamedTuple):
 
 
 class _DispatchSorted(_Dispatch):
-    outputs = ("tokens", "scales", "counts", "offsets", "rows", "weights")
+    outputs = ("tokens", "scales", "counts", "offsets", "rows", "weights", "token_limits")
     options = ("int num_experts", "int? capacity", "str layout", "str quantize", "int alignment", "bool zeros")
     named = _SortedOptions
     gradient = autograd.keep_sent, autograd.ep_dispatch
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        x, ids, weights = inputs
+        x, ids, weights, number = inputs
         num_experts, capacity, layout, quantize, alignment, _ = options
         _check_tokens(self.op, x, ids)
+        _check_number(number)
         if weights is not None:
             _check_weights(self.op, weights, ids)
         for name, limit, unit in (
@@ -354,7 +357,7 @@ class _DispatchSorted(_Dispatch):
         check(self.problem(inputs, options, world_size, Problem))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
-        (x, ids, _), given = inputs, _SortedOptions(*options)
+        (x, ids, *_), given = inputs, _SortedOptions(*options)
         shape = (*x.shape, ids.shape[1], given.num_experts)
         made: Problem = make(
             self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=given.layout, scaling=given.quantize,
@@ -364,7 +367,8 @@ class _DispatchSorted(_Dispatch):
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         problem = self.problem(inputs, options, world_size, Problem)  # sizes may be symbols, which are not looked up
-        return token_shapes(problem, self.rows_and_alignment(problem, options)[0], weighted=inputs[2] is not None)
+        given = {"weighted": inputs[2] is not None, "numbered": inputs[3] is not None}
+        return token_shapes(problem, self.rows_and_alignment(problem, options)[0], **given)
 
     def rows_and_alignment(self, problem: Problem, options: Any) -> tuple[int, int]:
         _, capacity, *_, alignment, _ = options
@@ -372,7 +376,7 @@ class _DispatchSorted(_Dispatch):
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
         capacity = capacity_of(problem, outputs[0])
-        return (*inputs, None, *outputs), _SortedOptions(
+        return (*inputs, None, None, *outputs, None), _SortedOptions(
             problem.shape[3], capacity, problem.layout, problem.scaling, ALIGNMENT, zeros=False
         )
 
@@ -387,11 +391,12 @@ class _DispatchSorted(_Dispatch):
         """No rank has a token."""
         if inputs[0].numel() and inputs[1].numel():
             return False
-        tokens, _, counts, offsets, rows, weights = results
+        tokens, _, counts, offsets, rows, weights, limits = results
         problem = self.problem(inputs, options, len(rows))
         tokens.zero_()
         counts.zero_()
         weights.zero_()
+        limits.zero_()
         rows.fill_(-1)
         offsets.copy_(offsets_of(counts, problem, *self.rows_and_alignment(problem, options)))
         return True
@@ -411,8 +416,9 @@ class _DispatchSorted(_Dispatch):
 
         def launch(given: Tensors, outputs: Tensors, stream: int) -> None:
             x, ids, weights, *rest = given
-            *others, gathered = outputs
-            plan.launch((x, ids, *rest), (*others, gathered[:0]), stream)
+            *others, gathered, limits = outputs
+            plan.launch((x, ids, *rest), (*others, gathered[:0], limits), stream)
+            weights = in_use(weights, rest[0], 0) if limits.numel() else weights
             gather.launch((weights.unsqueeze(0) + 0.0,), (gathered,), stream)  # −0.0 arrives as 0.0
 
         return replace(plan, launch=launch)
@@ -420,13 +426,14 @@ class _DispatchSorted(_Dispatch):
 
 class _CombineSorted(OpAdapter):
     op = "ep_combine"
-    inputs: tuple[str, ...] = ("expert_out", "topk_weights", "topk_ids", "rows")
+    inputs: tuple[str, ...] = ("expert_out", "topk_weights", "topk_ids", "rows", "token_limits")
+    optional: tuple[str, ...] = ("token_limits",)
     layout = ""
     options: tuple[str, ...] = ("int num_experts",)
     gradient = autograd.keep_results, autograd.ep_combine
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        results, weights, ids, rows = inputs
+        results, weights, ids, rows, limits = inputs
         check_dtype(self.op, results, FLOATS)
         _check_ids(self.op, ids)
         if results.dim() < 2:
@@ -439,6 +446,7 @@ class _CombineSorted(OpAdapter):
                 f"rows of {self.op} have shape {tuple(rows.shape)} and {rows.dtype}; pass rows of an ep_dispatch of "
                 "the same tokens on this group"
             )
+        _check_limits(self.op, limits)
         check(self.problem(inputs, options, world_size, Problem))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
@@ -464,7 +472,7 @@ class _CombineSorted(OpAdapter):
         return True
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
-        return (*inputs, *outputs), (problem.shape[3], problem.scaling)[: len(self.options)]
+        return (*inputs, None, *outputs), (problem.shape[3], problem.scaling)[: len(self.options)]
 
     def asks_for(self, problem: Problem) -> bool:
         return problem.layout == self.layout
@@ -473,19 +481,19 @@ class _CombineSorted(OpAdapter):
         return tuple(tensors[0].shape), tuple(tensors[2].shape)
 
     def operands(self, inputs: Tensors, options: Any) -> Tensors:
-        results, weights, ids, rows = inputs
+        results, weights, ids, rows, limits = inputs
         wide = torch.promote_types(results.dtype, torch.float32)
-        return results.reshape(-1, results.shape[-1]), weights.to(wide), ids, rows
+        return results.reshape(-1, results.shape[-1]), weights.to(wide), ids, rows, limits
 
     def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
-        results, weights, ids, rows = inputs
+        results, weights, ids, rows, _ = inputs
         results = some_rows(results.reshape(-1, results.shape[-1]))
         parts = [results[rows[0, :, k].long().clamp(min=0)] for k in range(ids.shape[1])]
         return (weighted_sum(parts, weights, rows[0] >= 0),)
 
 
 class _CombineByRank(_CombineSorted):
-    inputs = ("expert_out", "weights", "topk_ids", "rows")
+    inputs = ("expert_out", "weights", "topk_ids", "rows", "token_limits")
     layout = BY_RANK
     options = ("int num_experts", "str wire")
     gradient = autograd.keep_results, autograd.ep_combine_rank
@@ -495,16 +503,17 @@ class _CombineByRank(_CombineSorted):
         return "ep_combine_rank"
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        results, weights, ids, rows = inputs
+        results, weights, ids, rows, limits = inputs
         if not weights.is_floating_point() or weights.shape != rows.shape:
             raise UnsupportedInputError(
                 f"weights of all ranks have shape {tuple(weights.shape)} and {weights.dtype}; they must be "
                 f"floating-point numbers in the shape of rows, {tuple(rows.shape)}"
             )
-        super().check((results, weights[0], ids, rows), options, world_size)
+        super().check((results, weights[0], ids, rows, limits), options, world_size)
 
     def single_rank_result(self, inputs: Tensors, options: Any) -> Tensors:
-        results, weights, ids, rows = inputs
+        results, weights, ids, rows, limits = inputs
+        ids = ids if limits is None else in_use(ids, limits[:1], NOT_HERE)
         sums = sums_of_experts(results.reshape(-1, results.shape[-1]), weights, rows)
         return (sum_by_token([sums], ids, self.problem(inputs, options, 1)),)
 
@@ -518,8 +527,6 @@ class _ByTokenOptions(NamedTuple):
 
 
 class _DispatchByToken(_Dispatch):
-    inputs = ("x", "topk_ids", "topk_weights", "num_tokens")
-    optional = ("topk_weights", "num_tokens")
     outputs = ("tokens", "expert_ids", "weights", "token_limits")
     options = ("int num_experts", "bool zeros", "bool in_buffers")
     named = _ByTokenOptions
@@ -573,13 +580,9 @@ class _DispatchByToken(_Dispatch):
         results[3].zero_()
         return True
 
-    def operands(self, inputs: Tensors, options: Any) -> Tensors:
-        return *super().operands(inputs[:3], options), inputs[3]
-
 
 class _CombineByToken(_CombineSorted):
     inputs = ("rows_out", "expert_ids", "topk_ids", "token_limits")
-    optional = ("token_limits",)
     layout = BY_TOKEN
     options = ("int num_experts", "str wire")
     depends_on_memory = True
@@ -603,15 +606,8 @@ class _CombineByToken(_CombineSorted):
                 f"expert_ids of {self.op} have shape {tuple(held.shape)} and {held.dtype}; pass those of an "
                 "ep_dispatch of the same tokens on this group"
             )
-        if limits is not None and (limits.dtype != torch.int32 or limits.shape != (2,)):
-            raise UnsupportedInputError(
-                f"token_limits of {self.op} have shape {tuple(limits.shape)} and {limits.dtype}; pass "
-                "`token_limits` of its result of ep_dispatch"
-            )
+        _check_limits(self.op, limits)
         check(self.problem(inputs, options, world_size, Problem))
-
-    def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
-        return super().call_of(problem, (*inputs, None), outputs)
 
     def operands(self, inputs: Tensors, options: Any) -> Tensors:
         return inputs
@@ -630,7 +626,7 @@ class _GuardedPath(CallPath[torch.Tensor]):
         super().__init__(adapter)
 
     def serve(self, given: CallArguments) -> torch.Tensor:
-        results, weights, ids, rows, out = given.tensors
+        results, weights, ids, rows, *rest = given.tensors
         num_rows = math.prod(results.shape[:-1])
         with current(results.device):
             if rows.is_cuda:  # nobody waits for the GPU
@@ -641,7 +637,7 @@ class _GuardedPath(CallPath[torch.Tensor]):
                 rows = rows.masked_fill(late, NO_ROOM)
             elif rows.numel() and (needed := int(rows.max()) + 1) > num_rows:
                 self.refuse(given.tensors, given.options, given.group, given.numerics, needed)
-            return self.whole.serve(given._replace(tensors=(results, weights, ids, rows, out)))
+            return self.whole.serve(given._replace(tensors=(results, weights, ids, rows, *rest)))
 
     def run_problem(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> None:
         self.whole.run_problem(problem, inputs, outputs)
@@ -668,10 +664,10 @@ class _GuardedPath(CallPath[torch.Tensor]):
         self, communicator: Communicator, tensors: Tensors, options: Any, numerics: NumericsPolicy | None
     ) -> None:
         """Send NaN where the library waits without looking whether the group has ended."""
-        results, weights, ids, rows, _ = tensors
+        results, weights, ids, rows, limits, _ = tensors
         nothing = results.detach().new_full((1, results.shape[-1]), math.nan)
         own = (tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (weights, ids))
-        inputs = (nothing, *own, rows.clamp(max=0))
+        inputs = (nothing, *own, rows.clamp(max=0), limits)
         self.results(inputs, options, communicator.world_size, numerics, None)
         signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
         problem = self._problem(communicator, inputs, signature, in_place=False, symmetric=False)
@@ -680,12 +676,21 @@ class _GuardedPath(CallPath[torch.Tensor]):
             launch = communicator.bind(plan.problem, plan.candidate)  # which does not look for NaN
             target = nothing.new_empty(len(ids), nothing.shape[-1])
             with no_intercept():
-                launch(self.adapter.operands(inputs, options), (target,), raw_stream(communicator.device_index))
+                operands = tuple(each for each in self.adapter.operands(inputs, options) if each is not None)
+                launch(operands, (target,), raw_stream(communicator.device_index))
 
 
 def _check_number(number: torch.Tensor | None) -> None:
     if number is not None and (number.dtype != torch.int32 or number.numel() != 1):
         raise UnsupportedInputError(f"num_tokens has shape {tuple(number.shape)} and {number.dtype}; pass one int32")
+
+
+def _check_limits(op: str, limits: torch.Tensor | None) -> None:
+    if limits is not None and (limits.dtype != torch.int32 or limits.shape != (2,)):
+        raise UnsupportedInputError(
+            f"token_limits of {op} have shape {tuple(limits.shape)} and {limits.dtype}; pass `token_limits` of its "
+            "result of ep_dispatch"
+        )
 
 
 def _check_ids(op: str, ids: torch.Tensor) -> None:
@@ -783,9 +788,9 @@ def ep_dispatch(
             number; `num_experts` counts the experts that are there.
         num_tokens: int32, one number, on the tokens' device, on all ranks or on none: tokens from there on count as if
             their ids were −1. It may differ from rank to rank, and a graph's replay reads it anew; `x` has the same
-            shape on every rank. In the layout `tokens` the exchange leaves these tokens out, and so does `ep_combine`:
-            it does not write their rows of `out`. Those of a new tensor are unspecified, but zeros unless gradients are
-            switched off or `buffers` passed.
+            shape on every rank. The exchange leaves these tokens out, and so does `ep_combine`: it need not write their
+            rows of `out`. Those of a new tensor are unspecified, but zeros unless gradients are switched off or
+            `buffers` passed.
         compact: for `tokens`: also list the rows that hold tokens.
         buffers: for `tokens`, on all ranks or on none: what `ep_buffers` made. The results are views of its next slot,
             into which peers write, and are not differentiable. Work that reads or writes the slot must be in the
@@ -809,12 +814,10 @@ def ep_dispatch(
     """
     path = _dispatch_tokens if layout == BY_TOKEN else _dispatch
     try:
-        number = num_tokens if layout == BY_TOKEN else None  # the exchange leaves the other tokens out
         records = buffers is None and torch.is_grad_enabled()
-        # The sorted layouts go by ids of −1. A recorded call has them, too, for its gradient goes by the ids.
-        masked_from = num_tokens if number is None or records else None
-        if number is not None and records and topk_weights is not None:
-            topk_weights = in_use(topk_weights, number, 0)
+        masked_from = num_tokens if records else None  # the gradient goes by the ids
+        if num_tokens is not None and records and topk_weights is not None:
+            topk_weights = in_use(topk_weights, num_tokens, 0)
         if expert_map is not None or masked_from is not None:
             topk_ids = _chosen_ids(topk_ids, expert_map, masked_from, group)
         if scales is not None:
@@ -824,7 +827,7 @@ def ep_dispatch(
             sent = call(
                 _packed(x, scales), topk_ids, num_experts=num_experts, capacity=capacity, layout=layout,
                 alignment=alignment, topk_weights=topk_weights, compact=compact, group=group, max_sms=max_sms,
-                num_tokens=number,
+                num_tokens=num_tokens,
             )  # fmt: skip
             tokens, scales = _unpacked(sent.tokens, x.shape[1], scales)
             whole: DispatchResult | TokenDispatchResult = replace(sent, tokens=tokens, scales=scales)
@@ -839,31 +842,33 @@ def ep_dispatch(
                 if topk_weights is None:
                     outputs[2] = x.new_empty(0, dtype=torch.float32)
             choices = (num_experts, records, buffers is not None)
-            given = (x, topk_ids, topk_weights, number, *outputs, None)
+            given = (x, topk_ids, topk_weights, num_tokens, *outputs, None)
             found = path.call(given, choices, group, "default", max_sms)
             turn = 0 if buffers is None else buffers.count()
             row_ids, num_rows = _rows_in_use(found[1]) if compact else (None, None)
             weights = None if topk_weights is None else found[2]
             return TokenDispatchResult(
                 found[0], found[1], weights, topk_ids, num_experts, row_ids, num_rows, group, output, buffers, turn,
-                token_limits=None if number is None else found[3],
+                token_limits=None if num_tokens is None else found[3],
             )  # fmt: skip
         if compact or buffers is not None:
             raise UnsupportedInputError(f"compact and buffers are for layout='tokens', not {layout!r}")
         wide = topk_weights is not None and topk_weights.dtype == torch.float64
         if topk_weights is not None and wide:
             _check_weights("ep_dispatch", topk_weights, topk_ids)
-        inputs = (x, topk_ids, None if wide else topk_weights)
+        inputs = (x, topk_ids, None if wide else topk_weights, num_tokens)
         options = (num_experts, capacity, layout, quantize or "", alignment, torch.is_grad_enabled())
-        tokens, scales, counts, offsets, rows, come = path.call(
+        tokens, scales, counts, offsets, rows, come, limits = path.call(
             (*inputs, *(None,) * len(_DispatchSorted.outputs)), options, group, "default", max_sms
         )
         weights = None if topk_weights is None else come
         if topk_weights is not None and wide:
+            topk_weights = topk_weights if num_tokens is None else in_use(topk_weights, num_tokens, 0)
             weights = _of_all_ranks(topk_weights, group, max_sms)
         return DispatchResult(
-            tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group, weights
-        )
+            tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group, weights,
+            None if num_tokens is None else limits,
+        )  # fmt: skip
     except BaseException as error:
         path.on_error(error, x, group)
         raise
@@ -1003,27 +1008,30 @@ def ep_combine(
                 if travelled
                 else "ep_combine needs topk_weights of shape [tokens, top-k]"
             )
+        ids, limits = sent.topk_ids, sent.token_limits
+        in_buffers = isinstance(sent, TokenDispatchResult) and sent.buffers is not None
+        zeros = limits is not None and torch.is_grad_enabled() and not in_buffers and out is None
+        if limits is not None and zeros:
+            ids = in_use(ids, limits[:1], NOT_HERE)  # also for the gradient, which is dispatched
         if isinstance(sent, TokenDispatchResult):
             if sent.buffers is not None:
                 sent.buffers.check(sent.turn)
-            ids, limits = sent.topk_ids, sent.token_limits
-            zeros = limits is not None and torch.is_grad_enabled() and sent.buffers is None and out is None
-            if limits is not None and zeros:
-                ids = in_use(ids, limits[:1], NOT_HERE)  # also for the gradient, which is dispatched
             tensors = (expert_out, sent.expert_ids, ids, limits, out)
             y = _combine_tokens.call(tensors, (sent.num_experts, wire or ""), sent.group, numerics, max_sms)
             return in_use(y, limits[:1], 0) if limits is not None and zeros else y
         weights = topk_weights if reduce == "token" else sent.weights
         if weights is None and topk_weights is not None:
-            _check_weights("ep_combine", topk_weights, sent.topk_ids)
+            _check_weights("ep_combine", topk_weights, ids)
             weights = _of_all_ranks(topk_weights, sent.group, max_sms)
-        given: Tensors = (expert_out, weights, sent.topk_ids, sent.rows, out)
+        given: Tensors = (expert_out, weights, ids, sent.rows, limits, out)
         options = (sent.num_experts,) if reduce == "token" else (sent.num_experts, wire or "")
         if isinstance(expert_out, torch.Tensor) and expert_out.shape[:-1] != (due := sent.tokens.shape[:-1]):
             if expert_out.dim() != 2 or len(due) > 1 or len(expert_out) > due[0]:
                 path.refuse(given, options, sent.group, numerics, tuple(due))
-            return path.call(given, options, sent.group, numerics, max_sms)
-        return path.whole.call(given, options, sent.group, numerics, max_sms)
+            y = path.call(given, options, sent.group, numerics, max_sms)
+        else:
+            y = path.whole.call(given, options, sent.group, numerics, max_sms)
+        return in_use(y, limits[:1], 0) if limits is not None and zeros else y
     except BaseException as error:
         (_combine_tokens if by_token else path).on_error(error, expert_out, getattr(sent, "group", None))
         raise

@@ -18,6 +18,9 @@ sentinel back in the place of the ids and of that word. It also sends weights th
 - A rank may be one call ahead. It then writes the other stage. It comes to this one again in its call k + 2, after its
   call k + 1 polled ids that this rank sent in call k + 1, after all of call k, in stream order. Every block waits for
   ids of every peer, so this holds even if no token travels.
+- A number of tokens changes the words that travel, not which do: the ids and weights of all tokens are sent, polled and
+  cleared, −1 and 0 in the place of those left out. Who sends and who polls a token both go by these ids. ep_combine has
+  no rows of tokens left out, so nobody sends results for them, nobody polls these, and nothing remains in the stage.
 - Replays of a graph count calls in the lane as eager calls do. After a lost peer the stage may hold anything: the group
   has ended then.
 
@@ -83,13 +86,16 @@ from tunedcomm.kernels.moe.push import (
     DispatchVariant,
     GridVariant,
     block_barrier,
+    limit_of,
     load_words,
+    own_number,
     parts_of_sum,
     quantise_kernel,
     send_results,
     send_words,
     store_words,
     tell_overflow,
+    write_limits,
     write_token,
 )
 from tunedcomm.space import Choice, Config, Space, Value
@@ -198,14 +204,14 @@ def take_packets(
 
 @triton.jit
 def push_tokens(
-    x, ids, id_words, first, tokens, teams, part, wire_packets, data, masks, peers, rank,
+    x, ids, id_words, first, end, tokens, teams, part, wire_packets, data, masks, peers, rank,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Push a part of every `teams`-th token from `first` on to the ranks of its experts."""
+    """Push a part of every `teams`-th token from `first` to before `end` to the ranks of its experts."""
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     k = tl.arange(0, next_power_of_2(TOPK))
-    for token in tl.range(first, tokens, teams):
+    for token in tl.range(first, end, teams):
         expert = load_words(ids, (token * TOPK + k) * id_words, k < TOPK, -1)
         owner = tl.where((expert >= 0) & (expert < EXPERTS), tl.maximum(expert, 0) // LOCAL, -1)
         row = (rank * tokens + token) * wire_packets
@@ -272,9 +278,9 @@ def write_weights(out, r, words, packet, num_words, wanted):
 @triton.jit
 def dispatch_lamport_kernel(
     x, ids, out, scales, counts_out, offsets_out, rows, id_words, capacity, alignment, weights, weights_out, tokens,
-    row_packets, wire_packets, local, peers, rank, timeout_ns, status, arena, stage_bytes, cell,
+    row_packets, wire_packets, local, peers, rank, timeout_ns, status, arena, stage_bytes, cell, number, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, ID_PACKETS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, ID_PACKETS: tl.constexpr, NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """Push ids and tokens, poll the peers' ids, find the rows, poll the tokens that go there.
 
@@ -296,15 +302,18 @@ def dispatch_lamport_kernel(
     masks = data + WORLD_SIZE * tokens * wire_packets * 16
     packet, q = tl.arange(0, ID_PACKETS).to(tl.int64), tl.arange(0, 4 * ID_PACKETS)
     sent = packet * 16 < slot
+    own_tokens = own_number(number, tokens, cell, NUMBERED)
+    if NUMBERED:
+        write_limits(limits, own_tokens, tokens)
 
-    w0, w1, w2, w3 = own_ids(ids, id_words, packet, tokens * TOPK, EXPERTS)
+    w0, w1, w2, w3 = own_ids(ids, id_words, packet, own_tokens * TOPK, EXPERTS)
     if block == 0:
         for i in tl.static_range(WORLD_SIZE - 1):
             store_packets(peers[i] + lines + rank * slot + packet * 16, w0, w1, w2, w3, sent, REMOTE=True)
     own_line = in_order(w0, w1, w2, w3)
     if block == blocks:
         if weights != 0:
-            v0, v1, v2, v3 = words_of(weights, packet, tokens * TOPK)
+            v0, v1, v2, v3 = words_of(weights, packet, own_tokens * TOPK)
             for i in tl.static_range(WORLD_SIZE - 1):
                 store_packets(peers[i] + beside_ids + rank * slot + packet * 16, v0, v1, v2, v3, sent, REMOTE=True)
             write_weights(weights_out, rank, (v0, v1, v2, v3), packet, tokens * TOPK, True)
@@ -327,7 +336,7 @@ def dispatch_lamport_kernel(
         tl.store(polled, blocks * 0 + NOBODY)
     else:
         push_tokens(
-            x, ids, id_words, first, tokens, teams, part, wire_packets, data, masks, peers, rank,
+            x, ids, id_words, first, own_tokens, tokens, teams, part, wire_packets, data, masks, peers, rank,
             WORLD_SIZE, TOPK, EXPERTS, SPLIT, BLOCK, ITEMS,
         )  # fmt: skip
         own = rank.to(tl.int32) * LOCAL  # the first expert here
@@ -387,9 +396,9 @@ def dispatch_lamport_kernel(
 @triton.jit
 def combine_lamport_kernel(
     results, weights, ids, rows, y, id_words, tokens, row_packets,
-    local, peers, rank, timeout_ns, status, arena, stage_bytes,
+    local, peers, rank, timeout_ns, status, arena, stage_bytes, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """Push the results for the peers' tokens, then sum the rows of the own tokens as they come."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -409,7 +418,7 @@ def combine_lamport_kernel(
         )  # fmt: skip
 
     empty = tl.full((BLOCK,), SENTINEL, tl.int32)
-    for summed in tl.range(team, tokens, teams):
+    for summed in tl.range(team, limit_of(limits, 0, tokens, NUMBERED), teams):
         sources, weight, valid, there, remote = parts_of_sum(
             results, weights, ids, rows + (rank * tokens + summed) * (TOPK * 4), id_words, summed * TOPK,
             local + data + summed * TOPK * row_bytes, row_bytes, TOPK,
@@ -456,7 +465,7 @@ class _Lamport(GridVariant):
 class DispatchLamport(_Lamport, DispatchVariant, registered=True):
     summary = "push without flags: ids and tokens announce themselves; best for few tokens"
     kernels = (dispatch_lamport_kernel, quantise_kernel)
-    plain: Mapping[str, Value] = {}
+    plain: Mapping[str, Value] = {"number": 0, "limits": 0, "NUMBERED": False}
     space = Space({**GRID, "items": Choice(1, 2, 4)})
 
     def token_bytes(self, problem: Problem) -> int:

@@ -24,10 +24,11 @@ Inputs are x, topk_ids and, if they travel along, topk_weights [T, K] in fp32. O
     expert_ids  [n · T, K] int32, numbered from this rank's first expert; −1 for experts of other ranks
     weights     [n · T, K] fp32, of all experts, −0.0 as 0.0; empty if no weights travel
 
-A further input, `num_tokens`, int32, may say of how many tokens this rank has values: the others count as tokens of no
-expert, whose weights are 0, and are not read. A further output, [2] int32, then has this number and one that no rank's
-exceeds, by which ep_combine leaves out the same tokens; it need not write their y. A number below 0 or above T counts
-as the nearest of these, and is an error at the next call of the rank that passed it.
+In all layouts a further input, `num_tokens`, int32, behind the weights, may say of how many tokens this rank has
+values: the others count as tokens of no expert, whose weights are 0, and are not read. A last output, [2] int32, then
+has this number and one that no rank's exceeds, by which ep_combine, as its last input, leaves out the same tokens; it
+need not write their y. A number below 0 or above T counts as the nearest of these, and is an error at the next call of
+the rank that passed it.
 
 ep_combine: inputs are the experts' results as a matrix [R, H], weights [T, K] in fp32, topk_ids, and `rows` of the
 dispatch. Output: y [T, H], where y[t] is the sum of weight · result over k in order, from +0.0 in fp32 (fp64 for fp64),
@@ -365,7 +366,9 @@ def default_capacity(problem: Problem, alignment: int) -> int:
     return problem.world_size * s.tokens * min(s.topk, s.local) + s.local * (alignment - 1)
 
 
-def token_shapes(problem: Problem, capacity: int, *, weighted: bool) -> list[tuple[tuple[int, ...], Any]]:
+def token_shapes(
+    problem: Problem, capacity: int, *, weighted: bool, numbered: bool = False
+) -> list[tuple[tuple[int, ...], Any]]:
     """Shape and dtype of every output of ep_dispatch in the layouts `padded` and `contiguous`."""
     import torch
 
@@ -380,6 +383,7 @@ def token_shapes(problem: Problem, capacity: int, *, weighted: bool) -> list[tup
         ((s.local + 1,), torch.int32),
         (rows, torch.int32),
         (rows if weighted else (0,), torch.float32),
+        ((2,) if numbered else (0,), torch.int32),
     ]
 
 
@@ -459,21 +463,21 @@ def dispatched(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The outputs of ep_dispatch from all ranks' inputs, with zeros in rows that hold no token, and `Placed.code`.
 
-    Inputs are (x, ids), or (x, ids, weights or None), or of one rank alone in the layout `tokens` also (x, ids, weights
-    or None, number or None): these have the output `num_tokens`, too.
+    Inputs are (x, ids), or (x, ids, weights or None), or of one rank alone also (x, ids, weights or None, number or
+    None): these have the output `token_limits`, too.
     """
     import torch
 
     (x, ids, *more), *others = everyone
     weights, number = (*more, None, None)[:2]
-    shapes = token_shapes(problem, capacity, weighted=weights is not None)
-    if problem.layout == BY_TOKEN:
-        shapes = shapes_by_token(problem, weighted=weights is not None, numbered=number is not None)
-        shapes = shapes if len(more) > 1 else shapes[:-1]
+    given = {"weighted": weights is not None, "numbered": number is not None}
+    by_token = problem.layout == BY_TOKEN
+    shapes = shapes_by_token(problem, **given) if by_token else token_shapes(problem, capacity, **given)
+    shapes = shapes if len(more) > 1 else shapes[:-1]
     made = tuple(torch.zeros(size, dtype=dtype, device=x.device) for size, dtype in shapes)
     wrong = None
     if number is not None:
-        ids, weights, wrong = within_number(ids, weights, number, made[3])
+        ids, weights, wrong = within_number(ids, weights, number, made[-1])
     every: list[tuple[Any, ...]] = [(x, ids, weights), *others]
     wire = torch.cat([wire_rows(x, ids, problem, *(more or (None,))) for x, ids, *more in every])
     code = unpack(wire, rank, problem, made, alignment)
@@ -529,7 +533,7 @@ def _sample_weights(problem: Problem, rank: int, seed: int, kind: str, device: A
 def _dispatch_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
-    shapes = token_shapes(problem, _sample_capacity(problem), weighted=False)
+    shapes = token_shapes(problem, _sample_capacity(problem), weighted=False)[:-1]
     if problem.layout == BY_TOKEN:
         shapes = shapes_by_token(problem, weighted=True)[:-1]
     return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
@@ -559,9 +563,13 @@ def _clear_dispatched(
     problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Zeros in rows that hold no token, and in tokens without an expert."""
+    import torch
+
     if inputs:
         x, ids, *rest = inputs
-        inputs = (x.masked_fill((ids < 0).all(1, keepdim=True), 0), ids, *rest)
+        numbers = [each for each in rest if isinstance(each, torch.Tensor) and each.dtype == torch.int32]
+        used = in_use(ids, numbers[0], NOT_HERE) if numbers else ids
+        inputs = (x.masked_fill((used < 0).all(1, keepdim=True), 0), ids, *rest)
     if not outputs:
         return inputs, outputs
     if problem.layout == BY_TOKEN:
@@ -653,10 +661,11 @@ def _clear_combined(
         return inputs, outputs
     if problem.layout == BY_TOKEN:
         return (_cleared_by_token(inputs[0], inputs[1]), *inputs[1:]), outputs
-    results, weights, ids, rows = inputs
+    results, weights, ids, rows, *limits = inputs
     results = _cleared(results, rows, results.numel() // problem.shape[1])
-    unused = rows < 0 if problem.layout == BY_RANK else ids < 0
-    return (results, weights.masked_fill(unused, 0), ids, rows), outputs
+    used = in_use(ids, limits[0][:1], NOT_HERE) if limits else ids
+    unused = (rows if problem.layout == BY_RANK else used) < 0
+    return (results, weights.masked_fill(unused, 0), ids, rows, *limits), outputs
 
 
 def _combined_bytes(problem: Problem) -> int:
@@ -770,8 +779,9 @@ def dispatch_by(
         x, ids, *rest = inputs
         weights = rest.pop(0) if outputs[2 if problem.layout == BY_TOKEN else 5].numel() else None
         wrong = None
-        if problem.layout == BY_TOKEN and rest:
-            ids, weights, wrong = within_number(ids, weights, rest.pop(), outputs[3])
+        limits = outputs[3:] if problem.layout == BY_TOKEN else outputs[6:]
+        if limits and limits[0].numel():
+            ids, weights, wrong = within_number(ids, weights, rest.pop(0), limits[0])
         wire = wire_rows(x, ids, problem, weights)
         everyone = wire.new_empty(problem.world_size * wire.shape[0], wire.shape[1])
         gather(everyone, wire, stream)
@@ -794,12 +804,12 @@ def combine_by_token(
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         if problem.layout == BY_RANK:
-            results, weights, ids, rows = inputs
+            results, weights, ids, rows, *limits = inputs
             sums = sums_of_experts(results, weights, rows)
         else:
             results, held, ids, *limits = inputs
-            ids = in_use(ids, limits[0][:1], NOT_HERE) if limits else ids
             sums = _cleared_by_token(results, held)
+        ids = in_use(ids, limits[0][:1], NOT_HERE) if limits else ids
         sums = on_wire_of(sums, problem) if on_wire else sums
         rows_out = sums.view(problem.world_size, *outputs[0].shape)
         come = torch.empty_like(rows_out)
@@ -842,7 +852,8 @@ class CombineLibrary(LibraryVariant, registered=True):
         exchange: Any = functools.partial(dist.all_to_all_single, group=workspace.group)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            results, weights, ids, rows = inputs
+            results, weights, ids, rows, *limits = inputs
+            ids = in_use(ids, limits[0][:1], NOT_HERE) if limits else ids
             places, owner = rows.view(n, -1), torch.where(ids >= 0, ids // s.local, n).view(-1)
             due = owner == torch.arange(n, dtype=torch.int64, device=ids.device)[:, None]  # [n, T · K]
             counts: list[list[int]] = []

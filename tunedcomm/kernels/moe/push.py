@@ -4,7 +4,8 @@
 each block). After a flag each rank knows where every token belongs: behind those of the experts before it, of the ranks
 before it, and of the tokens before it. It then writes the place of its tokens among their experts' tokens, and the
 tokens themselves, each once however many of the peer's experts it goes to. The peer copies them to their rows. Weights,
-if any (WEIGHTED), travel beside the places, those of all tokens to all ranks.
+if any (WEIGHTED), travel beside the places, those of all tokens to all ranks. A rank's number of tokens (NUMBERED),
+read on the device, travels with the counts: so all ranks know the largest number, and send no piece beyond it.
 
 **ep_combine.** A rank writes the results of its experts into their tokens' ranks' gather areas, at (token, k). After
 the flag each rank sums the results there.
@@ -22,6 +23,12 @@ a token to up to K places and would leave the links idle meanwhile, so it takes 
 overwritten too early: in round c a block waits for the flags that its counterparts raised at the end of their round c −
 2, in which they placed piece c − 4, and then pushes piece c. Of many tokens a thread loads `items` packets before it
 stores them: loads wait for memory, and stores in between would keep the next one back.
+
+**With a number** all blocks of all ranks still raise and await the same flags, and leave the same epoch. The number of
+pieces follows from the largest number of tokens, which each block has from its counterparts before its first piece; a
+rank with fewer tokens raises the flags of pieces for which it has none. ep_combine reads it from the dispatch's result:
+all ranks have run one variant, so it is the same on each (the largest number, or T). The ring and a token's slot follow
+from the launch alone, and a slot is read only for tokens below their rank's number, which were written in this call.
 
 Numerics: ordered. Graph-safe. Source: own.
 """
@@ -57,7 +64,18 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, KernelVariant, Workspace, all_gather_single, lane_arguments
-from tunedcomm.kernels.moe.op import ALIGNMENT, BY_RANK, BY_TOKEN, Overflow, capacity_of, sizes_of
+from tunedcomm.kernels.moe.op import (
+    ALIGNMENT,
+    BY_RANK,
+    BY_TOKEN,
+    MISCOUNTED,
+    NOT_HERE,
+    Overflow,
+    capacity_of,
+    in_use,
+    sizes_of,
+    within_number,
+)
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import LaneLayout, Room
@@ -67,6 +85,7 @@ _RING = int(RING.value)
 CHUNK = tl.constexpr(256)  # ids that a block compares at once
 SPAN = tl.constexpr(256)  # ids of a block of the kernel that counts
 _E4M3_MAX = tl.constexpr(fp8.E4M3_MAX)
+_MISCOUNTED = tl.constexpr(MISCOUNTED)
 
 
 @triton.jit
@@ -107,6 +126,86 @@ def block_barrier():
 
 
 @triton.jit
+def own_number(number, tokens, cell, NUMBERED: tl.constexpr):
+    """Return this rank's number of tokens: all, or `number` within 0 … `tokens`. Tell `Overflow` of another."""
+    if NUMBERED:
+        given = load_word(number, 0).to(tl.int64)
+        own = tl.minimum(tl.maximum(given, 0), tokens)
+        if (given != own) & (tl.program_id(0) == 0):
+            tl.store(cell.to(tl.pointer_type(tl.int64)), (given & 0xFFFFFFFF) + _MISCOUNTED)
+        return own
+    else:
+        return tokens
+
+
+@triton.jit
+def limit_of(limits, i: tl.constexpr, tokens, NUMBERED: tl.constexpr):
+    """The number of own tokens (0), or one that no rank's exceeds (1)."""
+    if NUMBERED:
+        return tl.minimum(tl.maximum(load_word(limits, i).to(tl.int64), 0), tokens)
+    else:
+        return tokens
+
+
+@triton.jit
+def write_limits(limits, own, most):
+    """Write what `limit_of` reads."""
+    two = tl.arange(0, 2)
+    store_words(limits, two, tl.where(two == 0, own, most).to(tl.int32), (two < 2) & (tl.program_id(0) == 0))
+
+
+@triton.jit
+def clear_lines(ids_out, weights_out, first, end, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the lines of no token, ids of −1 and weights of 0, to the rows from `first` to before `end`."""
+    block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    for start in tl.range(first * TOPK + block * BLOCK, end * TOPK, blocks * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        store_words(ids_out, at, tl.full((BLOCK,), -1, tl.int32), at < end * TOPK)
+        store_words(weights_out, at, tl.full((BLOCK,), 0, tl.int32), (at < end * TOPK) & (weights_out != 0))
+
+
+@triton.jit
+def send_number(own, numbers, peers, rank, WORLD_SIZE: tl.constexpr):
+    """Send the number of own tokens to the words `numbers` of the peers' gather areas, one of each (rank, block)."""
+    one, place = tl.arange(0, 1), (rank * tl.num_programs(0) + tl.program_id(0)) * 4
+    for i in tl.static_range(WORLD_SIZE - 1):
+        send_words(peers[i] + numbers + place + one, one + own.to(tl.int32), one == 0)
+
+
+@triton.jit
+def number_of(numbers, r, tokens):
+    """The number that the same block of rank r sent.
+
+    It is bounded again: threads that did not miss rank r go on when others gave up waiting, and its number never came.
+    """
+    sent = load_word(numbers, r * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    return tl.minimum(tl.maximum(sent, 0), tokens)
+
+
+@triton.jit
+def largest_number(numbers, own, tokens, rank, WORLD_SIZE: tl.constexpr):
+    """The largest number of tokens of any rank; the peers' numbers have come."""
+    most = own
+    for s in tl.range(1, WORLD_SIZE):
+        most = tl.maximum(most, number_of(numbers, (rank + s) % WORLD_SIZE, tokens))
+    return most
+
+
+@triton.jit
+def finish_numbers(
+    numbers, ids_out, weights_out, limits, own, most, tokens, rank,
+    TOPK: tl.constexpr, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write `limits` and the lines of tokens that nobody has."""
+    write_limits(limits, own, most)
+    for r in tl.range(0, WORLD_SIZE):
+        count = own
+        if r != rank:
+            count = number_of(numbers, r, tokens)
+        clear_lines(ids_out, weights_out, r * tokens + count, (r + 1) * tokens, TOPK, BLOCK)
+
+
+@triton.jit
 def count_before(ids, id_words, first, token, TOPK: tl.constexpr):
     """(experts of a token, tokens of each that come before it, from the token `first` on)."""
     k = tl.arange(0, next_power_of_2(TOPK))
@@ -138,13 +237,18 @@ def count_all(ids, id_words, first, end, EXPERTS: tl.constexpr, CHUNK: tl.conste
 
 
 @triton.jit
-def count_kernel(ids, id_words, num_ids, counted, EXPERTS: tl.constexpr):
+def count_kernel(
+    ids, id_words, num_ids, counted, number, EXPERTS: tl.constexpr, TOPK: tl.constexpr, NUMBERED: tl.constexpr
+):
     """Block j: how many equal ids come before each id of its span; the last block: how many there are in all.
 
-    `counted` holds what `count_all` returns for all ids, then a word for each id.
+    `counted` holds what `count_all` returns for all ids, then a word for each id. NUMBERED: of `number` tokens alone.
     """
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
     first = tl.program_id(0) * SPAN
+    if NUMBERED:
+        num_ids = limit_of(number, 0, num_ids // TOPK, True) * TOPK
+        first = tl.minimum(first, num_ids)
     earlier = count_all(ids, id_words, 0, first, EXPERTS, 16 * SPAN)
     offsets = tl.arange(0, SPAN)
     at = first + offsets
@@ -305,12 +409,14 @@ def send_token(
 ):  # fmt: skip
     """Push a token to the ranks that have experts of it, at `place_at`, with its places; write it to its rows here.
 
-    `table` has the first row of each own expert for this rank's tokens. Weights go to all ranks, by part 0 alone.
+    `table` has the first row of each own expert for this rank's tokens. Weights, unless `weights` is 0, go to all
+    ranks, by part 0 alone.
     """
     LOCAL: tl.constexpr = EXPERTS // WORLD_SIZE
     k = tl.arange(0, next_power_of_2(TOPK))
     if WEIGHTED:  # before what other loads are waited for
-        weight = load_words(weights, token * TOPK + k, (k < TOPK) & (part == 0), 0)
+        weighs = (k < TOPK) & (part == 0) & (weights != 0)
+        weight = load_words(weights, token * TOPK + k, weighs, 0)
     experts, before = place_of(ids, id_words, token, counted, TOPK, EXPERTS, COUNTED)
     owner = tl.where((experts >= 0) & (experts < EXPERTS), experts // LOCAL, -1)
     own = owner == rank
@@ -322,7 +428,7 @@ def send_token(
     store_words(rows, at * TOPK + k, row.to(tl.int32), (k < TOPK) & (part == 0))
     if WEIGHTED:
         weight = escape_sentinel(weight)
-        store_words(weights_out, at * TOPK + k, weight, (k < TOPK) & (part == 0))
+        store_words(weights_out, at * TOPK + k, weight, weighs)
     targets = ()
     for i in tl.static_range(TOPK):
         targets = targets + (tl.sum(tl.where(k == i, row, 0), axis=0),)  # type: ignore[assignment]
@@ -332,7 +438,7 @@ def send_token(
         place = tl.where(of_peer, before * LOCAL + experts % LOCAL, -1)
         send_words(peers[i] + places + (at * next_power_of_2(TOPK) + k) * 4, place, k < TOPK)
         if WEIGHTED:
-            send_words(peers[i] + weights_at + (at * next_power_of_2(TOPK) + k) * 4, weight, (k < TOPK) & (part == 0))
+            send_words(peers[i] + weights_at + (at * next_power_of_2(TOPK) + k) * 4, weight, weighs)
         goes = goes + (tl.max(of_peer.to(tl.int32), axis=0),)  # type: ignore[assignment]
     threads = tl.arange(0, BLOCK)
     for start in tl.range(part * BLOCK * ITEMS, wire_packets, SPLIT * BLOCK * ITEMS):
@@ -388,8 +494,10 @@ def write_token(out, scales, targets, packet, words, in_row, row_packets, TOPK: 
 def dispatch_kernel(
     x, ids, out, scales, counts_out, offsets_out, rows, id_words, capacity, alignment, tokens, row_packets,
     wire_packets, local, peers, rank, timeout_ns, status, gather, num_chunks, counted, cell, weights, weights_out,
+    number, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
     COUNTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, WEIGHTED: tl.constexpr,
+    NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """In round c: push piece c and place its own tokens, place piece c − 2 of the peers."""
     BINS: tl.constexpr = next_power_of_2(EXPERTS + 1)
@@ -401,13 +509,15 @@ def dispatch_kernel(
     threads = tl.arange(0, BLOCK)
     span = (tokens + num_chunks - 1) // num_chunks
     ring = tl.minimum(num_chunks, RING)
-    # The gather area: counts, this rank's tables, places, tokens, and in the shape of places weights.
+    # The gather area: counts, this rank's tables, places, tokens, in the shape of places weights, numbers of tokens.
     tables = gather + WORLD_SIZE * blocks * BINS * 4
     places = tables + WORLD_SIZE * blocks * WIDTH * 4
     data = (places + WORLD_SIZE * tokens * KP * 4 + 15) // 16 * 16
     wire_bytes = wire_packets * 16
     slot = ring * span * wire_bytes
     weights_at = data + WORLD_SIZE * slot
+    numbers = weights_at + WORLD_SIZE * tokens * KP * 4
+    own, most, pieces = own_number(number, tokens, cell, NUMBERED), tokens, num_chunks
     epoch = read_counter(local, EPOCH_OFFSET)
 
     # Says that this rank reads its gather area no more.
@@ -416,40 +526,52 @@ def dispatch_kernel(
         bins = tl.arange(0, BINS)
         own_counts = load_words(counted, bins, bins < BINS, 0)
     else:
-        own_counts = count_all(ids, id_words, 0, tokens * TOPK, EXPERTS, CHUNK)
+        own_counts = count_all(ids, id_words, 0, own * TOPK, EXPERTS, CHUNK)
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
     share_counts(local + gather, gather, peers, rank, own_counts, WORLD_SIZE, EXPERTS)
+    if NUMBERED:
+        send_number(own, numbers, peers, rank, WORLD_SIZE)
     exchange_flags(local, peers, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+    if NUMBERED:
+        most = largest_number(local + numbers, own, tokens, rank, WORLD_SIZE)
+        pieces = (most + span - 1) // span
     table = local + tables + block * (WORLD_SIZE * WIDTH * 4)
     fill_table(
         local + gather, table, counts_out, offsets_out, rank, capacity, alignment, cell, WORLD_SIZE, EXPERTS, PADDED
     )  # fmt: skip
 
-    for c in tl.range(0, num_chunks + 2):
+    for c in tl.range(0, pieces + 2):
         d = c - 2
         if d >= 0:
             await_peers(local, rank, epoch + 3 + d, timeout_ns, status, WORLD_SIZE)
         lap, behind = (c - c % ring) * span, (d - d % ring) * span
         for i in tl.range(team, span, teams):  # a token of each piece in turn, so that stores travel in the meantime
             token, placed = c * span + i, d * span + i
-            if (c < num_chunks) & (token < tokens):
+            if (c < pieces) & (token < own):
                 send_token(
                     token, x + token * wire_bytes, ids, id_words, tokens, counted, peers, rank, places,
                     data + rank * slot + (token - lap) * wire_bytes, table + rank * (WIDTH * 4), out, scales, rows,
                     capacity, row_packets, wire_packets, part, weights, weights_out, weights_at,
                     WORLD_SIZE, TOPK, EXPERTS, SCALES, PADDED, COUNTED, SPLIT, BLOCK, ITEMS, WEIGHTED,
                 )  # fmt: skip
-            if (d >= 0) & (placed < tokens):
+            if (d >= 0) & (placed < most):
                 for s in tl.range(1, WORLD_SIZE):
                     r = (rank + s) % WORLD_SIZE
                     at = r * tokens + placed
+                    writer = part
+                    if NUMBERED:
+                        is_there = placed < number_of(local + numbers, r, tokens)
+                        writer = tl.where(is_there, part, SPLIT)  # no part writes of a token that nobody has
                     if WEIGHTED:
-                        k, of_first = tl.arange(0, KP), (tl.arange(0, KP) < TOPK) & (part == 0)
+                        k = tl.arange(0, KP)
+                        of_first = (k < TOPK) & (writer == 0) & (weights != 0)
                         weight = load_words(local + weights_at, at * KP + k, of_first, 0)
                     targets, wanted = rows_of_token(
-                        table + r * (WIDTH * 4), local + places + at * (KP * 4), rows + at * (TOPK * 4), part, capacity,
-                        TOPK, LOCAL, PADDED,
+                        table + r * (WIDTH * 4), local + places + at * (KP * 4), rows + at * (TOPK * 4), writer,
+                        capacity, TOPK, LOCAL, PADDED,
                     )  # fmt: skip
+                    if NUMBERED:
+                        wanted = wanted & is_there
                     if WEIGHTED:
                         store_words(weights_out, at * TOPK + k, weight, of_first)
                     come = local + data + r * slot + (placed - behind) * wire_bytes
@@ -461,11 +583,13 @@ def dispatch_kernel(
                         for item in tl.static_range(ITEMS):
                             packet = start + item * BLOCK + threads
                             in_row = (packet < wire_packets) & wanted
-                            own = (words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3])
-                            write_token(out, scales, targets, packet, own, in_row, row_packets, TOPK, SCALES)
-        if c < num_chunks:
+                            own_words = (words[4 * item], words[4 * item + 1], words[4 * item + 2], words[4 * item + 3])
+                            write_token(out, scales, targets, packet, own_words, in_row, row_packets, TOPK, SCALES)
+        if c < pieces:
             arrive(peers, rank, epoch + 3 + c, WORLD_SIZE)
-    write_counter(local, epoch + 2 + num_chunks, EPOCH_OFFSET)
+    if NUMBERED:
+        finish_numbers(local + numbers, rows, weights_out, limits, own, most, tokens, rank, TOPK, BLOCK, WORLD_SIZE)
+    write_counter(local, epoch + 2 + pieces, EPOCH_OFFSET)
 
 
 @triton.jit
@@ -515,8 +639,9 @@ def parts_of_sum(results, weights, ids, rows, id_words, at, come, row_bytes, TOP
 @triton.jit
 def combine_kernel(
     results, weights, ids, rows, y, id_words, tokens, row_packets,
-    local, peers, rank, timeout_ns, status, gather, num_chunks,
+    local, peers, rank, timeout_ns, status, gather, num_chunks, limits,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, DTYPE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    NUMBERED: tl.constexpr,
 ):  # fmt: skip
     """In round c: push the results for piece c of every rank's tokens, sum piece c − 1 of the own ones."""
     block, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -526,12 +651,15 @@ def combine_kernel(
     ring = tl.minimum(num_chunks, RING)
     row_bytes = row_packets * 16
     epoch = read_counter(local, EPOCH_OFFSET)
+    own_tokens, most, pieces = limit_of(limits, 0, tokens, NUMBERED), limit_of(limits, 1, tokens, NUMBERED), num_chunks
+    if NUMBERED:
+        pieces = (most + span - 1) // span
     # Says that this rank reads its gather area no more.
     exchange_flags(local, peers, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    for c in tl.range(0, num_chunks + 1):
-        if c < num_chunks:
+    for c in tl.range(0, pieces + 1):
+        if c < pieces:
             lap = (c - c % ring) * span
-            for token in tl.range(c * span + team, tl.minimum(tokens, (c + 1) * span), teams):
+            for token in tl.range(c * span + team, tl.minimum(most, (c + 1) * span), teams):
                 send_results(
                     token, results, rows, tokens, peers, rank, gather + (token - lap) * TOPK * row_bytes, row_packets,
                     part, WORLD_SIZE, TOPK, False, SPLIT, BLOCK,
@@ -541,7 +669,7 @@ def combine_kernel(
             d = c - 1
             behind = (d - d % ring) * span
             await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
-            for summed in tl.range(d * span + team, tl.minimum(tokens, (d + 1) * span), teams):
+            for summed in tl.range(d * span + team, tl.minimum(own_tokens, (d + 1) * span), teams):
                 sources, weight, valid, there, _ = parts_of_sum(
                     results, weights, ids, rows + (rank * tokens + summed) * (TOPK * 4), id_words, summed * TOPK,
                     local + gather + (summed - behind) * TOPK * row_bytes, row_bytes, TOPK,
@@ -553,7 +681,7 @@ def combine_kernel(
                         words = words + load_packets(sources[k] + at * 16, (at < row_packets) & there[k])
                     w0, w1, w2, w3 = weigh_packets(words, weight, valid, TOPK, DTYPE)
                     store_packets(y + summed * row_bytes + at * 16, w0, w1, w2, w3, at < row_packets)
-    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+    write_counter(local, epoch + 1 + pieces, EPOCH_OFFSET)
 
 
 def quantise_request(problem: Problem) -> CompileRequest:
@@ -617,8 +745,10 @@ class _Further:
         return self._launch
 
 
-# Workspace to (eager problem, form) to its launches.
-_further: weakref.WeakKeyDictionary[Workspace, weakref.WeakValueDictionary[tuple[Problem, Any], _ByMode]]
+# Workspace to (eager problem, kernel, forms) to their launches.
+_further: weakref.WeakKeyDictionary[
+    Workspace, weakref.WeakValueDictionary[tuple[Problem, str, tuple[str, ...]], _ByMode]
+]
 _further = weakref.WeakKeyDictionary()
 
 
@@ -670,21 +800,25 @@ class GridVariant(KernelVariant):
         workspace: Workspace,
         arguments: tuple[Any, ...],
         given: Collection[str],
-        **constants: Value,
+        request: CompileRequest | None = None,
+        num_blocks: int = 0,
+        **constants: Any,
     ) -> Callable[[], Callable[..., None] | None]:
         """`_Further.launch` of a kernel with `constants` that takes the arguments `given`, too.
 
-        It gives None also where there is no such kernel, or no memory for it.
+        It gives None also where there is no such kernel, or no memory for it. `request` and `num_blocks` name a kernel
+        that is not the main one.
         """
-        request, room = self.request(problem, config), workspace.layout.staging_bytes
+        room = workspace.layout.staging_bytes
         if not self.plain or self.staged(problem, config) + self.optional_bytes(problem, config) > room:
             return lambda: None
+        request, num_blocks = request or self.request(problem, config), num_blocks or self.num_blocks(problem, config)
         kept = {name: value for name, value in request.constants if name not in given}
         request = replace(request, constants=tuple(sorted({**kept, **constants}.items())))
-        made = _Further(request, int(config["num_blocks"]), workspace, arguments)
+        made = _Further(request, num_blocks, workspace, arguments)
         of_group = _further.setdefault(workspace, weakref.WeakValueDictionary())
-        form = replace(problem, mode="eager"), tuple(given)
-        made.by_mode = of_group.setdefault(form, made.by_mode)
+        key = replace(problem, mode="eager"), request.function, tuple(given)
+        made.by_mode = of_group.setdefault(key, made.by_mode)
         made.by_mode[problem.mode] = made
         return made.launch
 
@@ -793,7 +927,9 @@ class DispatchVariant(GridVariant):
 
     op = "ep_dispatch"
     counts_first = False
-    plain: Mapping[str, Value] = {"weights": 0, "weights_out": 0, "WEIGHTED": False}
+    plain: Mapping[str, Value] = {
+        "weights": 0, "weights_out": 0, "WEIGHTED": False, "number": 0, "limits": 0, "NUMBERED": False
+    }  # fmt: skip
 
     def token_bytes(self, problem: Problem) -> int:
         return problem.world_size * self.packets(problem) * PACKET_BYTES
@@ -806,8 +942,9 @@ class DispatchVariant(GridVariant):
         return int(4 * problem.world_size * words + PACKET_BYTES)
 
     def optional_bytes(self, problem: Problem, config: Config) -> int:
-        """Of weights, from all ranks."""
-        return 4 * problem.world_size * problem.shape[0] * power_of_2(problem.shape[2])
+        """Of weights and numbers of tokens, from all ranks."""
+        words = problem.shape[0] * power_of_2(problem.shape[2]) + int(config["num_blocks"])
+        return 4 * problem.world_size * words
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         s = sizes_of(problem)
@@ -817,7 +954,8 @@ class DispatchVariant(GridVariant):
 
     def count_request(self, problem: Problem) -> CompileRequest:
         s = sizes_of(problem)
-        return CompileRequest.of(count_kernel, {"EXPERTS": s.experts}, num_warps=8)
+        constants: dict[str, Value] = {"EXPERTS": s.experts, "TOPK": s.topk, "number": 0, "NUMBERED": False}
+        return CompileRequest.of(count_kernel, constants, num_warps=8)
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         before = [quantise_request(problem)] if problem.scaling else []
@@ -829,6 +967,7 @@ class DispatchVariant(GridVariant):
         overflow = Overflow.of(workspace.group, device)
         packets = self.packets(problem)
         quantise = count = None
+        recount: Callable[[], Callable[..., None] | None] = lambda: None  # noqa: E731
         wire_nbytes = s.tokens * packets * PACKET_BYTES if problem.scaling else 0
         own_nbytes = 4 * (next_power_of_2(s.experts + 1) + s.tokens * s.topk) if self.counts_first else 0
         wire = workspace.scratch(mode, wire_nbytes + own_nbytes).data_ptr()
@@ -840,36 +979,57 @@ class DispatchVariant(GridVariant):
         if self.counts_first:
             num_ids = s.tokens * s.topk
             blocks = max(-(-num_ids // int(SPAN.value)), 1)
-            count = bind_kernel(self.count_request(problem), blocks, device).fix((None, None, num_ids, own))
+            request, fixed = self.count_request(problem), (None, None, num_ids, own)
+            count = bind_kernel(request, blocks, device).fix(fixed)
+            recount = self.further(
+                problem, config, workspace, (*fixed, None), ("number",), request, blocks, NUMBERED=True
+            )
         kernel = bind_kernel(self.request(problem, config), self.num_blocks(problem, config), device)
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES, packets)
         counted = (own,) if "chunk_tokens" in config else ()
         extra = (*self.arguments(problem, config, workspace), *counted, overflow.cell.data_ptr())
-        # lamport's kernel takes weights or 0 among its first arguments.
-        arguments = (*(None,) * (10 if self.plain else 12), *sizes, *lane_arguments(problem, workspace), *extra)
-        launch, names = kernel.fix(arguments), ("weights", "weights_out")
-        weighted = self.further(problem, config, workspace, (*arguments, None, None), names, WEIGHTED=True)
+        has_forms = "WEIGHTED" in self.plain  # lamport's kernel takes weights or 0 among its first arguments
+        arguments = (*(None,) * (10 if has_forms else 12), *sizes, *lane_arguments(problem, workspace), *extra)
+        launch = kernel.fix(arguments)
+        two: tuple[Any, ...] = (*arguments, None, None)
+        names: tuple[str, ...] = ("weights", "weights_out")
+        weighted = self.further(problem, config, workspace, two, names, WEIGHTED=True) if has_forms else lambda: None
+        if has_forms:
+            four, names = (*two, None, None), (*names, "number", "limits")
+            numbered = self.further(problem, config, workspace, four, names, WEIGHTED=True, NUMBERED=True)
+        else:
+            numbered = self.further(problem, config, workspace, two, ("number", "limits"), NUMBERED=True)
         gather, group = all_gather_single(), workspace.group
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             overflow.check(workspace)
             x, ids, *rest = inputs
+            weights = rest.pop(0) if outputs[5].numel() else None
+            limits = outputs[6] if len(outputs) > 6 and outputs[6].numel() else None
+            chosen, counting, code = launch, count, None
+            further: tuple[int, ...] = ()
+            if limits is not None:
+                number, of_number, recounting = rest.pop(0), numbered(), recount()
+                if of_number is not None and (count is None or recounting is not None):
+                    chosen, counting, further = of_number, recounting, (number.data_ptr(), limits.data_ptr())
+                else:
+                    ids, weights, code = within_number(ids, weights, number, limits)
             source, words = x.data_ptr(), ids.element_size() // 4
             if quantise is not None:
                 quantise(stream, source)
                 source = wire
-            if count is not None:
-                count(stream, ids.data_ptr(), words)
-            weights = rest.pop(0) if outputs[5].numel() else None
+            if counting is not None:
+                counting(stream, ids.data_ptr(), words, *further[:1])
             addresses = [tensor.data_ptr() for tensor in (ids, *outputs[:5])]
             sizes = (words, capacity_of(problem, outputs[0]), int(rest[0]) if rest else ALIGNMENT)
             travel: tuple[int, ...] = (0, 0) if weights is None else (weights.data_ptr(), outputs[5].data_ptr())
-            chosen = launch
-            if self.plain and (weights is None or (chosen := weighted() or launch) is launch):
+            if has_forms and not further and (weights is None or (chosen := weighted() or launch) is launch):
                 travel = ()
                 if weights is not None:
                     gather(outputs[5], weights.unsqueeze(0) + 0.0, group=group)  # −0.0 arrives as 0.0
-            chosen(stream, source, *addresses, *sizes, *travel)
+            chosen(stream, source, *addresses, *sizes, *travel, *further)
+            if code is not None:
+                overflow.note(code, s.tokens, workspace)
             if on_host:  # the interpreter has run the kernels to their end
                 overflow.check(workspace)
 
@@ -910,24 +1070,33 @@ class CombineVariant(GridVariant):
 
     op = "ep_combine"
     most_registers = 128
+    plain: Mapping[str, Value] = {"limits": 0, "NUMBERED": False}
 
     def token_bytes(self, problem: Problem) -> int:
         return problem.shape[2] * sizes_of(problem).row_bytes
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {**super().constants(problem, config), "DTYPE": problem.dtype}
+        return {**super().constants(problem, config), **self.plain, "DTYPE": problem.dtype}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         s, overflow = sizes_of(problem), Overflow.of(workspace.group, workspace.device)
         kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
         sizes = (s.tokens, self.packets(problem))
         extra = self.arguments(problem, config, workspace)
-        launch = kernel.fix((*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra))
+        arguments = (*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra)
+        launch = kernel.fix(arguments)
+        numbered = self.further(problem, config, workspace, (*arguments, None), ("limits",), NUMBERED=True)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             overflow.check(workspace)
-            addresses = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
-            launch(stream, *addresses, inputs[2].element_size() // 4)
+            results, weights, ids, rows, *limits = inputs
+            chosen, further = launch, []
+            if limits and (of_number := numbered()) is not None:
+                chosen, further = of_number, [limits[0].data_ptr()]
+            elif limits:
+                ids = in_use(ids, limits[0][:1], NOT_HERE)
+            addresses = [tensor.data_ptr() for tensor in (results, weights, ids, rows, *outputs)]
+            chosen(stream, *addresses, ids.element_size() // 4, *further)
 
         return run
 

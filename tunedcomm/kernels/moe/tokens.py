@@ -80,23 +80,25 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.sync import SENTINEL, load_packets, poll_from, poll_words, store_packets, store_word
 from tunedcomm.kernels.common.variant import Workspace, lane_arguments
 from tunedcomm.kernels.moe.lamport import peek_packets
-from tunedcomm.kernels.moe.op import BY_RANK, MISCOUNTED, NOT_HERE, Overflow, in_use, sizes_of, within_number
+from tunedcomm.kernels.moe.op import BY_RANK, NOT_HERE, Overflow, in_use, sizes_of, within_number
 from tunedcomm.kernels.moe.push import (
     FEW,
     GRID,
     RING,
     GridVariant,
     block_barrier,
+    limit_of,
     load_word,
     load_words,
+    own_number,
+    send_number,
     send_words,
     store_words,
+    write_limits,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout, Room
-
-_MISCOUNTED = tl.constexpr(MISCOUNTED)
 
 
 @triton.jit
@@ -146,43 +148,6 @@ def tell_wrong(cell, wrong):
     """Write the code of `Overflow` if ids were no experts."""
     if wrong > 0:
         tl.store(cell.to(tl.pointer_type(tl.int64)), -wrong.to(tl.int64))
-
-
-@triton.jit
-def own_number(number, tokens, cell, NUMBERED: tl.constexpr):
-    """Return this rank's number of tokens: all, or `number` within 0 … `tokens`. Tell `Overflow` of another."""
-    if NUMBERED:
-        given = load_word(number, 0).to(tl.int64)
-        own = tl.minimum(tl.maximum(given, 0), tokens)
-        if (given != own) & (tl.program_id(0) == 0):
-            tl.store(cell.to(tl.pointer_type(tl.int64)), (given & 0xFFFFFFFF) + _MISCOUNTED)
-        return own
-    else:
-        return tokens
-
-
-@triton.jit
-def limit_of(limits, i: tl.constexpr, tokens, NUMBERED: tl.constexpr):
-    """The number of own tokens (0), or one that no rank's exceeds (1)."""
-    if NUMBERED:
-        return tl.minimum(tl.maximum(load_word(limits, i).to(tl.int64), 0), tokens)
-    else:
-        return tokens
-
-
-@triton.jit
-def write_limits(limits, own, most):
-    """Write what `limit_of` reads."""
-    two = tl.arange(0, 2)
-    store_words(limits, two, tl.where(two == 0, own, most).to(tl.int32), (two < 2) & (tl.program_id(0) == 0))
-
-
-@triton.jit
-def send_number(own, numbers, peers, rank, WORLD_SIZE: tl.constexpr):
-    """Send the number of own tokens to the words `numbers` of the peers' stages, one of each (rank, block)."""
-    one, place = tl.arange(0, 1), (rank * tl.num_programs(0) + tl.program_id(0)) * 4
-    for i in tl.static_range(WORLD_SIZE - 1):
-        send_words(peers[i] + numbers + place + one, one + own.to(tl.int32), one == 0)
 
 
 @triton.jit
@@ -919,7 +884,7 @@ class _ByToken(GridVariant):
             return lambda: None
         stage = (layout.arena, layout.stage_bytes) if "FEW" in constants else ()
         names = tuple(name for name in self.plain if name not in constants)
-        return self.further(problem, config, workspace, (*arguments, *stage), names, **constants)
+        return self.further(problem, config, workspace, (*arguments, *stage), names, **dict[str, Any](constants))
 
 
 class _Lamport(_ByToken):
