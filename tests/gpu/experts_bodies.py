@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from typing import Any
 
 import torch
@@ -187,25 +188,45 @@ def numbers_body() -> dict[str, object]:
     return {"checked": checked}
 
 
-def sorted_trip(way: tuple[str, str], reduce: str, sizes: tuple[int, int, int, int], turns: int, seed: int) -> int:
+# Variants of the dispatch and of the combine, how it sums, and the sizes: tokens, blocks, tokens of a piece.
+FEW_TOKENS, MANY_TOKENS = ((3, 4, 2), (100, 16, 8)), ((1000, 64, 128), (4096, 64, 128))
+SORTED_WAYS: tuple[tuple[str, str, str, tuple[tuple[int, int, int], ...]], ...] = (
+    ("push", "push", "token", (*FEW_TOKENS, *MANY_TOKENS)),
+    ("lamport", "lamport", "token", FEW_TOKENS),
+    ("two_phase", "push", "token", (*FEW_TOKENS, *MANY_TOKENS)),
+    ("push", "tokens_lamport", "rank", FEW_TOKENS),
+    ("two_phase", "tokens_push", "rank", MANY_TOKENS),
+)
+
+
+def sorted_trip(way: tuple[str, str, str], size: tuple[int, int, int], turns: int, seed: int) -> int:
     """Graphs of dispatch, experts and combine in the layout `contiguous`, with another number of tokens in each replay.
 
-    Weights travel where `reduce` is `rank`. Behind the number are NaN and ids of no expert.
+    The second of three calls has no number, so that calls of either kind follow each other. Weights travel where the
+    sum is by rank. Behind the number are NaN and ids of no expert.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    tokens, hidden, topk, experts = sizes
-    local, shuffle = experts // world_size, random.Random(seed + rank)
+    (dispatch, combine, reduce), (tokens, num_blocks, chunk) = way, size
+    hidden, topk, local = 1024, 4, 8  # of all sizes, as the config but for its grid: so they share their kernels
+    experts, shuffle, travels = local * world_size, random.Random(seed + rank), reduce == "rank"
+    config = {"num_blocks": num_blocks, "num_warps": 4, "split": 2, "items": 2, "chunk_tokens": chunk}
     x = torch.zeros(3, tokens, hidden, device="cuda")
     ids = torch.zeros(3, tokens, topk, device="cuda", dtype=torch.int32)
     weights = torch.zeros(3, tokens, topk, device="cuda")
     number, place = torch.zeros(3, 1, device="cuda", dtype=torch.int32), torch.arange(tokens, device="cuda")
     y, seen = torch.zeros_like(x), torch.zeros(3, world_size, tokens, topk, device="cuda")
-    travels = reduce == "rank"
+
+    def say(what: str) -> None:
+        sys.stderr.write(f"sorted_numbers, rank {rank}: {way}, {tokens} tokens: {what}\n")
+        sys.stderr.flush()
+
+    def config_of(op: str, name: str) -> dict[str, int]:
+        return {axis: config[axis] for axis in get_variant(op, name).space.names}
 
     def step(i: int) -> None:
         sent = tunedcomm.ep_dispatch(
-            x[i], ids[i], num_experts=experts, layout="contiguous", alignment=16, num_tokens=number[i],
-            topk_weights=weights[i] if travels else None,
+            x[i], ids[i], num_experts=experts, layout="contiguous", alignment=16,
+            num_tokens=None if i == 1 else number[i], topk_weights=weights[i] if travels else None,
         )  # fmt: skip
         if sent.weights is not None:
             seen[i].copy_(sent.weights)
@@ -217,11 +238,18 @@ def sorted_trip(way: tuple[str, str], reduce: str, sizes: tuple[int, int, int, i
         given: Any = None if travels else weights[i]
         tunedcomm.ep_combine(results, sent, given, reduce=reduce, out=y[i])  # type: ignore[call-overload]
 
-    checked = 0
-    with torch.no_grad(), tunedcomm.force("ep_dispatch", way[0]), tunedcomm.force("ep_combine", way[1]):
+    say("compiles and captures")
+    with (
+        torch.no_grad(),
+        tunedcomm.force("ep_dispatch", dispatch, config_of("ep_dispatch", dispatch)),
+        tunedcomm.force("ep_combine", combine, config_of("ep_combine", combine)),
+    ):
+        step(1)  # binds the kernels without a number, which a capture cannot
         graph = captured(step, 3)
         generator = torch.Generator("cuda").manual_seed(seed)
         for turn in range(turns):
+            if turn % 8 == 0:
+                say(f"turn {turn} of {turns}")
             drawn = torch.randint(-8, 9, (world_size, *x.shape), generator=generator, device="cuda").float()
             pool = experts if turn % 4 else local  # of rank 0 alone
             routes = torch.rand(world_size, 3, tokens, pool, generator=generator, device="cuda").argsort(-1)[..., :topk]
@@ -230,6 +258,9 @@ def sorted_trip(way: tuple[str, str], reduce: str, sizes: tuple[int, int, int, i
             counts = torch.randint(0, tokens + 1, (world_size, 3, 1), generator=generator, device="cuda")
             if turn % 3 == 0:
                 counts[turn % world_size :] = tokens
+            if turn % 6 == 1:  # none at all, and on one rank alone
+                counts[:, 0], counts[1:, 2] = 0, 0
+            counts[:, 1] = tokens
             behind = (place >= counts).unsqueeze(-1)
             x.copy_(drawn[rank].masked_fill(behind[rank], float("nan")))
             ids.copy_(routes[rank].masked_fill(behind[rank], 1 << 20))
@@ -246,21 +277,17 @@ def sorted_trip(way: tuple[str, str], reduce: str, sizes: tuple[int, int, int, i
             else:
                 graph.replay()
             factors = (given[rank] * (routes[rank] + 1) * (routes[rank] >= 0)).sum(-1, keepdim=True)
-            assert torch.equal(y.masked_fill(behind[rank], 0), drawn[rank] * factors), (way, reduce, sizes, turn)
-            assert not travels or torch.equal(seen, given.transpose(0, 1)), (way, sizes, turn)
-            checked += 3
+            assert torch.equal(y.masked_fill(behind[rank], 0), drawn[rank] * factors), (way, size, turn)
+            assert not travels or torch.equal(seen, given.transpose(0, 1)), (way, size, turn)
     tunedcomm.get_communicator().check_peers()
-    return checked
+    return 3 * turns
 
 
 def sorted_numbers_body() -> dict[str, object]:
     """Numbers of tokens, and weights, in the sorted layouts: few of many, all, none."""
-    checked, ways = 0, (("push", "push", "token"), ("lamport", "lamport", "token"), ("two_phase", "push", "token"))
-    ways += (("two_phase", "tokens_push", "rank"), ("push", "tokens_lamport", "rank"), ("push", "tokens_push", "rank"))
-    for seed, (*way, reduce) in enumerate(ways):
-        for sizes in ((1, 64, 2, 8), (16, 7168, 6, 64), (128, 512, 8, 32), (700, 512, 4, 16), (4096, 512, 8, 32)):
-            if sizes[0] <= 128 or (way[0] == "two_phase" and "lamport" not in way[1]):
-                checked += sorted_trip((way[0], way[1]), reduce, sizes, 24, 40 + seed)
+    checked = 0
+    for seed, (dispatch, combine, reduce, sizes) in enumerate(SORTED_WAYS):
+        checked += sum(sorted_trip((dispatch, combine, reduce), size, 24, 40 + seed) for size in sizes)
     return {"checked": checked}
 
 
