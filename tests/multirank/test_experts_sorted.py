@@ -293,3 +293,29 @@ def wrong_body(rank: int, world_size: int, variant: str, wrong: int) -> None:
 @pytest.mark.parametrize(("variant", "wrong"), [("push", 6), ("two_phase", -2), ("lamport", 1 << 30), ("library", 7)])
 def test_a_wrong_number_is_an_error(variant: str, wrong: int) -> None:
     run_ranks(2, wrong_body, variant, wrong, timeout=120)
+
+
+def checked_body(rank: int, world_size: int) -> None:
+    """Checks with the library and for NaN leave out the tokens behind the number, too."""
+    tokens, number = 6, torch.tensor((2, 5)[rank], dtype=torch.int32)
+    everyone = case_of(world_size, tokens, 2, 5)
+    due = [none_behind(case, count) for case, count in zip(everyone, (2, 5), strict=True)]  # type: ignore[arg-type]
+    x, ids, weights = garbage_behind(everyone[rank], int(number))  # type: ignore[arg-type]
+    wanted = by_rank([case[:2] for case in due], [case[2] for case in due], rank)  # type: ignore[misc]
+    for dispatch, combine, layout in (
+        ("push", "tokens_push", "contiguous"), ("lamport", "tokens_lamport", "padded"),
+        ("tokens_push", "tokens_push", "tokens"),
+    ):  # fmt: skip
+        with torch.no_grad(), tunedcomm.force("ep_dispatch", dispatch), tunedcomm.force("ep_combine", combine):
+            for turn in range(2):
+                given: dict[str, Any] = {"num_tokens": number, "topk_weights": weights, "layout": layout}
+                sent: Any = tunedcomm.ep_dispatch(x, ids, num_experts=4 * world_size, **given)
+                if layout == "tokens":
+                    tunedcomm.ep_combine(sent.tokens, sent)
+                    continue
+                y = tunedcomm.ep_combine(through_experts(sent, rank), sent, reduce="rank")
+                assert torch.equal(y[:number], wanted[:number]), (dispatch, turn)
+
+
+def test_checks_leave_out_the_same_tokens() -> None:
+    run_ranks(2, checked_body, timeout=120, env={"TUNEDCOMM_CHECK": "1", "TUNEDCOMM_NAN_CHECK": "1"})

@@ -631,7 +631,7 @@ class Communicator:
             launch(inputs, outputs, stream)
             by_library(copies, expected, stream)
             with no_intercept():
-                faults = self.exchange_faults(fault_of(problem, outputs, expected, size))
+                faults = self.exchange_faults(fault_of(problem, copies, outputs, expected, size))
             if not faults:
                 return
             reason = f"call {count} of {problem} gave another result than the library ({'; '.join(faults)})"

@@ -46,7 +46,11 @@ def norm_of_input(problem: Problem, inputs: tuple[Any, ...]) -> float:
 
 
 def fault_of(
-    problem: Problem, outputs: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], size: float
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    outputs: tuple[torch.Tensor, ...],
+    expected: tuple[torch.Tensor, ...],
+    size: float,
 ) -> str:
     """The first difference between a kernel's results and the library's, in words; "" if they agree.
 
@@ -54,13 +58,13 @@ def fault_of(
     twice that, since real inputs cancel more than random ones. Where the library's sum is not finite, nothing is asked.
 
     Args:
-        problem: of the call.
+        problem, inputs: of the call.
         outputs, expected: the kernel's and the library's.
         size: see `norm_of_input`.
     """
     spec = get_op(problem.op)
     tolerance = spec.tolerance_of(problem)
-    outputs, expected = (spec.mask_unspecified(problem, (), tensors)[1] for tensors in (outputs, expected))
+    outputs, expected = (spec.mask_unspecified(problem, inputs, each)[1] for each in (outputs, expected))
     for index, (output, due) in enumerate(zip(outputs, expected, strict=True)):
         if tolerance and output.is_floating_point():
             wide = torch.float32 if output.element_size() <= _SIXTEEN_BITS else torch.float64

@@ -266,7 +266,7 @@ def _fault(communicator: Communicator, sample: Problem, launch: Launch, by_libra
     by_library(call.copies, call.expected, stream)
     _synchronize(communicator)
     communicator.check_peers()
-    return fault_of(sample, call.outputs, call.expected, size)
+    return fault_of(sample, call.inputs, call.outputs, call.expected, size)
 
 
 def _median_us(communicator: Communicator, sample: Problem, launch: Callable[[int], None]) -> float:

@@ -562,20 +562,28 @@ def _cleared_by_token(values: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
 def _clear_dispatched(
     problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Zeros in rows that hold no token, and in tokens without an expert."""
+    """Zeros in rows that hold no token, and in tokens without an expert; no bound of all ranks' numbers of tokens."""
     import torch
 
     if inputs:
         x, ids, *rest = inputs
         numbers = [each for each in rest if isinstance(each, torch.Tensor) and each.dtype == torch.int32]
-        used = in_use(ids, numbers[0], NOT_HERE) if numbers else ids
+        used = ids
+        if numbers:
+            used = in_use(ids, numbers[0], NOT_HERE)
+            rest = [
+                in_use(each, numbers[0], 0) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+                for each in rest
+            ]
         inputs = (x.masked_fill((used < 0).all(1, keepdim=True), 0), ids, *rest)
     if not outputs:
         return inputs, outputs
+    num_fixed = 3 if problem.layout == BY_TOKEN else 6
+    outputs, limits = outputs[:num_fixed], [each[:1] for each in outputs[num_fixed:]]
     if problem.layout == BY_TOKEN:
-        return inputs, (_cleared_by_token(outputs[0], outputs[1]), *outputs[1:])
+        return inputs, (_cleared_by_token(outputs[0], outputs[1]), *outputs[1:], *limits)
     rows, count = outputs[4], outputs[0].numel() // problem.shape[1]
-    return inputs, (*(_cleared(values, rows, count) for values in outputs[:2]), *outputs[2:])
+    return inputs, (*(_cleared(values, rows, count) for values in outputs[:2]), *outputs[2:], *limits)
 
 
 def _combine_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor, ...]:
@@ -656,12 +664,14 @@ def _combined(
 def _clear_combined(
     problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Zeros in rows of the experts' results that hold no token, and in weights of no expert."""
+    """Zeros in rows of results that hold no token, in weights of no expert, and in y of tokens that were left out."""
     if not inputs:
         return inputs, outputs
+    limits = inputs[3 if problem.layout == BY_TOKEN else 4 :]
+    outputs = tuple(in_use(y, limits[0][:1], 0) for y in outputs) if limits else outputs
     if problem.layout == BY_TOKEN:
         return (_cleared_by_token(inputs[0], inputs[1]), *inputs[1:]), outputs
-    results, weights, ids, rows, *limits = inputs
+    results, weights, ids, rows = inputs[:4]
     results = _cleared(results, rows, results.numel() // problem.shape[1])
     used = in_use(ids, limits[0][:1], NOT_HERE) if limits else ids
     unused = (rows if problem.layout == BY_RANK else used) < 0
