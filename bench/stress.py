@@ -384,10 +384,11 @@ def plan(
 
 
 def samples_of(entries: Sequence[Entry], device: torch.device, count: int) -> dict[tuple[Problem, str], list[Sample]]:
-    """So many samples for each problem that runs."""
+    """So many samples for each problem that runs. Those of a problem have one broadcast's root: it follows the seed."""
     keys = list(dict.fromkeys(key_of(entry.variant, problem) for entry in entries for problem, _ in entry.to_run))
+    step = -(-len(keys) // dist.get_world_size()) * dist.get_world_size()
     return {
-        key: [sample(*key, filling * len(keys) + number, device) for filling in range(count)]
+        key: [sample(*key, filling * step + number, device) for filling in range(count)]
         for number, key in enumerate(keys)
     }
 
@@ -525,6 +526,9 @@ class Lane:
     def _memory(
         samples: Mapping[tuple[Problem, str], list[Sample]], number: int, device: torch.device
     ) -> list[torch.Tensor]:
+        for held in samples.values():
+            for given, first in zip(held[number].inputs, held[0].inputs, strict=True):
+                assert given.device.type == device.type or torch.equal(given, first), "launches read it on the host"
         return [memory for held in samples.values() for memory in held[number].memory(device)]
 
     def plan(self, trials: Sequence[Trial], passes: int, groups: int, shuffle: random.Random) -> None:
