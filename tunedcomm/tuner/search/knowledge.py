@@ -29,7 +29,9 @@ from tunedcomm.spec import (
 
 # Finalists a family: more would cost the sweep more time than their curves are worth.
 _MAX_FINALISTS = 24
-_MAX_SMS = 128
+# What calls beside work may leave to a kernel; 24 is what experts' exchanges get beside a GEMM.
+BESIDE_WORK_SMS = 24
+_SM_LIMITS = (0, 1, 2, 4, 8, 16, BESIDE_WORK_SMS, 32, 64, 128)
 # The strictest policy that admits a numerics class.
 _NARROWEST: Mapping[Numerics, NumericsPolicy] = {
     "ordered": "ordered",
@@ -155,15 +157,14 @@ class Knowledge:
         return [c for c in ranked if get_variant(problem.op, c.variant).waits_time_out][:count]
 
     def best_per_sm_limit(self, problem: Problem) -> list[Candidate]:
-        """The fastest challengers of the default policy that take at most 1, 2, 4, … SMs, for calls beside work."""
+        """The fastest challengers of the default policy that take few SMs, for calls beside work."""
         cost, sms = self._challengers(problem, "default", ("ok", "pruned")), dict[Candidate, int]()
         for candidate in cost:
             variant = get_variant(problem.op, candidate.variant)
             taken = variant.num_blocks(problem, candidate.config_dict)
             if variant.waits_time_out and taken >= 0:
                 sms[candidate] = taken
-        limits = [0, *(1 << exponent for exponent in range(_MAX_SMS.bit_length()))]
-        fitting = [[c for c in sms if sms[c] <= limit] for limit in limits]
+        fitting = [[c for c in sms if sms[c] <= limit] for limit in _SM_LIMITS]
         return list(dict.fromkeys(min(found, key=lambda c: (cost[c], str(c))) for found in fitting if found))
 
     def proposals(self, problem: Problem, count: int, searched: Collection[Problem]) -> list[Candidate]:

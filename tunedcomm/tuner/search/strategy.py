@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang.protocol import Settings
-from tunedcomm.tuner.search.knowledge import Knowledge
+from tunedcomm.tuner.search.knowledge import BESIDE_WORK_SMS, Knowledge
 from tunedcomm.tuner.search.study import Search, default_candidates, families, search_space
 
 # Proposals taken from each neighbour.
 _PROPOSALS = 3
 _FINALISTS_PER_SHAPE = 2
-# What experts' exchanges leave to the kernels beside a GEMM; `known.best_per_sm_limit` finds others.
-_BESIDE_WORK_SMS = 24
 # With the best four candidates of each shape, dispatch between the shapes loses as little as with all candidates
 # (bench/regret.py). Twice as many leave room for candidates that cannot run at a size between.
 BEST_OF_SHAPE = 8
@@ -45,7 +43,7 @@ class Strategy:
         Defaults that calls run untuned come before all, also the one for calls beside work: no search may end without.
         """
         proposals = known.proposals(problem, _PROPOSALS, searched)
-        untuned = [known.catalog.default_beating_library(problem, sms) for sms in (None, _BESIDE_WORK_SMS)]
+        untuned = [known.catalog.default_beating_library(problem, sms) for sms in (None, BESIDE_WORK_SMS)]
         return [*filter(None, untuned), *proposals, *default_candidates(problem, known.limits)]
 
     def finalists(self, family: Sequence[Problem], known: Knowledge) -> Iterator[tuple[Problem, list[Candidate]]]:
