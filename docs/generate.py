@@ -329,10 +329,10 @@ def best_others(name: str, ranks: int) -> str:
     return table({"op": "l", "size": "l", **heads, "it is": "l"}, lines)
 
 
-def experts_and_flashinfer() -> str:
+def experts_and_flashinfer(ranks: int) -> str:
     """Medians in µs of dispatch and combine together, by tokens of a rank, beside FlashInfer's in the same run."""
     held: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in rows_of("experts_x2_h200.csv"):
+    for row in rows_of(f"experts_x{ranks}_h200.csv"):
         if row["contender"].endswith((" both", " FlashInfer")):
             held[row["shape"].partition("x")[0]][row["contender"]] = float(row["latency_p50_us"])
     lines = []
@@ -487,9 +487,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "all_reduce_rms_norm": lambda: measured(COLLECTIVES, "all_reduce_rms_norm", 4, _NORM_PEERS),
     "best others": lambda: best_others("collectives_h100.csv", 2),
     "best others and FlashInfer": lambda: best_others("best_others_h200.csv", 2),
+    "best others, 4 GPUs": lambda: best_others("best_others_h200.csv", 4),
     "serving": lambda: best_others("serving_h200.csv", 2),
     "unequal rows": by_counts,
-    "experts and FlashInfer": experts_and_flashinfer,
+    "experts and FlashInfer": lambda: experts_and_flashinfer(2),
+    "experts and FlashInfer, 4 GPUs": lambda: experts_and_flashinfer(4),
     "experts": lambda: measured(EXPERTS, "ep_dispatch ep_combine", 4, {"library": "NCCL and PyTorch"}),
     "fused GEMMs": lambda: measured(GEMMS, "gemm_rs ag_gemm gemm_ar", 4, _GEMM_PEERS, step=4),
     "same bits": same_bits,
