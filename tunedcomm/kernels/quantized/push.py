@@ -31,7 +31,15 @@ import triton.language as tl
 from tunedcomm.kernels.all_reduce.two_shot import RING as TWO_SHOT_RING
 from tunedcomm.kernels.all_to_all.push import RING
 from tunedcomm.kernels.common.feasibility import packets_a_block, refuse_kernels, refuse_result
-from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    address_of,
+    arrive,
+    await_peers,
+    block_range,
+    read_counter,
+    write_counter,
+)
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, mean
 from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, KernelVariant, RingVariant
@@ -132,7 +140,10 @@ def two_shot_quantized_kernel(
     WORLD_SIZE: tl.constexpr, WIRE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr,
     TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """In round c: push chunk c, reduce chunk c − 1, collect chunk c − 2; flags as in `two_shot_kernel`."""
+    """In round c: push chunk c, reduce chunk c − 1, collect chunk c − 2; flags as in `two_shot_kernel`.
+
+    TAIL: loops over ranks stay loops. Unrolled, the accesses to single elements take two minutes to compile at 8 ranks.
+    """
     epoch = read_counter(local, EPOCH_OFFSET)
     numel = numel.to(tl.int64)
     share = num_wire_packets((numel + WORLD_SIZE - 1) // WORLD_SIZE)
@@ -149,13 +160,19 @@ def two_shot_quantized_kernel(
             for start in tl.range(first + c * span, tl.minimum(share, (c + 1) * span), stride):
                 at = start + offsets
                 mask = at < share
-                for i in tl.static_range(WORLD_SIZE):
-                    area = local + scatter
-                    if i < WORLD_SIZE - 1:
-                        area = peers[i] + scatter
-                    packet = (rank + 1 + i) % WORLD_SIZE * share + at
-                    wire = quantise(read_values(x, packet, numel, mask, DTYPE, WIDTH, TAIL, 16), WIRE)
-                    store_wire(area, area + all_slots, rank * slot + at - lap, wire, mask)
+                if TAIL:
+                    for r in tl.range(0, WORLD_SIZE):
+                        area = address_of(peers, local, r, rank, WORLD_SIZE) + scatter
+                        wire = quantise(read_values(x, r * share + at, numel, mask, DTYPE, WIDTH, TAIL, 16), WIRE)
+                        store_wire(area, area + all_slots, rank * slot + at - lap, wire, mask)
+                else:
+                    for i in tl.static_range(WORLD_SIZE):
+                        area = local + scatter
+                        if i < WORLD_SIZE - 1:
+                            area = peers[i] + scatter
+                        packet = (rank + 1 + i) % WORLD_SIZE * share + at
+                        wire = quantise(read_values(x, packet, numel, mask, DTYPE, WIDTH, TAIL, 16), WIRE)
+                        store_wire(area, area + all_slots, rank * slot + at - lap, wire, mask)
             arrive(peers, rank, epoch + tl.maximum(1, 2 * c), WORLD_SIZE)
         # 2. Sum chunk c − 1 of the own slice in rank order, push the quantised sums to every peer.
         if (c >= 1) & (c <= num_chunks):
@@ -185,11 +202,18 @@ def two_shot_quantized_kernel(
                 at = start + offsets
                 mask = at < share
                 area = local + gather
-                for i in tl.static_range(WORLD_SIZE):
-                    peer_mask = mask & (rank != i)
-                    wire = load_wire(area, area + all_slots, i * slot + at - lap, peer_mask)
-                    values = sum_wires(wire, 0, 1, WIRE)
-                    write_values(out, i * share + at, numel, values, peer_mask, DTYPE, WIDTH, TAIL, 16)
+                if TAIL:
+                    for r in tl.range(0, WORLD_SIZE):
+                        peer_mask = mask & (rank != r)
+                        wire = load_wire(area, area + all_slots, r * slot + at - lap, peer_mask)
+                        values = sum_wires(wire, 0, 1, WIRE)
+                        write_values(out, r * share + at, numel, values, peer_mask, DTYPE, WIDTH, TAIL, 16)
+                else:
+                    for i in tl.static_range(WORLD_SIZE):
+                        peer_mask = mask & (rank != i)
+                        wire = load_wire(area, area + all_slots, i * slot + at - lap, peer_mask)
+                        values = sum_wires(wire, 0, 1, WIRE)
+                        write_values(out, i * share + at, numel, values, peer_mask, DTYPE, WIDTH, TAIL, 16)
     write_counter(local, epoch + 2 * num_chunks, EPOCH_OFFSET)
 
 
