@@ -19,7 +19,7 @@ of this hardware that merely reach the size, without a prediction.
 - *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round: by rows of this
   hardware, then by borrowed ones. A variant whose
   `Variant.default_beats_library` says so runs its default config where nothing near the size is measured, and where
-  the library was only compared with other variants.
+  the rows that answer compare the library with other variants alone.
 - *Checked first*: an op with a `shape_reach` runs kernels by the nearest shape and by rule of thumb, once they agreed
   with the library in a check at the problem's first call and were not slower there.
 - *Library*: nothing above answers.
@@ -361,10 +361,11 @@ def _resolved(lookup: _Lookup) -> Decision:
     if decision is None and not lookup.library_admitted:
         # The library may not run at all, so a kernel slower than it does no harm: extrapolate to any size.
         decision = _interpolated(lookup, None) or _borrowed(lookup, None)
-        decision = decision or _rule_of_thumb(lookup, at_size=True) or _unmeasured_default(lookup)
-    if decision is None or (decision.candidate == lookup.library and decision.source != "pin"):
-        at_size = decision is None or decision.source == "exact"
-        decision = _rule_of_thumb(lookup, at_size=at_size) or decision or _library(lookup)
+        decision = decision or _rule_of_thumb(lookup, lookup.rows_of_problem()) or _unmeasured_default(lookup)
+    if decision is None:
+        decision = _rule_of_thumb(lookup, lookup.rows_of_problem()) or _library(lookup)
+    elif decision.candidate == lookup.library and decision.source != "pin":
+        decision = _rule_of_thumb(lookup, None) or decision
     return decision
 
 
@@ -845,19 +846,18 @@ def _as_in_graphs(lookup: _Lookup) -> Decision | None:
     return replace(lent, source="heuristic" if decision else "borrowed", why=why, **_NO_TIMES)
 
 
-def _rule_of_thumb(lookup: _Lookup, *, at_size: bool) -> Decision | None:
+def _rule_of_thumb(lookup: _Lookup, rows: Iterable[Row] | None) -> Decision | None:
     """Choose a variant by rule of thumb; None if no variant has such a rule here, or if rows say how fast it is.
 
-    With `at_size` only rows of the problem itself say so, else any of the op.
+    These are the rows that might have answered the problem, or None for any of the op.
     """
     candidate = lookup.catalog.default_beating_library(lookup.problem, lookup.max_sms)
     if candidate is None or lookup.why_excluded(candidate) or lookup.why_failed(candidate):
         return None
-    rows = lookup.rows_of_problem()
-    measured = {row.candidate.variant for row in lookup.fresh(rows)} if at_size else lookup.tables.measured
+    measured = lookup.tables.measured if rows is None else {row.candidate.variant for row in lookup.fresh(rows)}
     if candidate.variant in measured or candidate in lookup.tables.failed(lookup.problem):
         return None
-    what = f"{candidate.variant} was not" if rows or not at_size else "nothing of this size is"
+    what = f"{candidate.variant} was not" if measured or rows is None else "nothing of this size is"
     why = f"{what} measured here, so {candidate} runs by rule of thumb; `tunedcomm tune` measures it"
     decision = _unmeasured(lookup, candidate, "heuristic", why)
     if not lookup.catalog.shape_reach(candidate):
@@ -994,6 +994,9 @@ def _share_in_place(lookup: _Lookup, row: Row) -> float:
 
 
 def _library_wins(lookup: _Lookup, found: Pool, rows: Sequence[Row], source: Source, text: str) -> Decision:
+    """The library, unless the variant that runs by rule of thumb was not compared with it."""
+    if not lookup.borrowed and (unmeasured := _rule_of_thumb(lookup, rows)):
+        return unmeasured
     measured = min((row for row in rows if row.is_library), key=lambda row: row.tier, default=None)
     nearest, why = found.scored[0], ""
     if lookup.with_reasons:
