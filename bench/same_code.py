@@ -441,8 +441,8 @@ def ask(tree: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each row's answer by the sources of one tree."""
     if not rows:
         return []
-    paths = [str(tree), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
-    unseen = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    given = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    unseen = {"PYTHONPATH": os.pathsep.join([str(tree), *given]), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     begin = f"import sys; sys.path.append({str(HERE.parent)!r}); import same_code"
     command = [sys.executable, "-c", f"{begin}; same_code.answer()"]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
