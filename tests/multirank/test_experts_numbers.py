@@ -116,7 +116,7 @@ def numbers_body(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_numbers(world_size: int) -> None:
-    run_ranks(world_size, numbers_body, timeout=280)
+    run_ranks(world_size, numbers_body, timeout=500)
 
 
 def mixed_body(rank: int, world_size: int) -> None:
