@@ -68,9 +68,9 @@ def test_kernels_run_where_they_can(problem: Problem, variant: str) -> None:
     assert dispatch_decide.decide(problem, NOTHING, replace(LIMITS, backend="host")).candidate.variant != "lamport"
 
 
-def measured(variant: str, latency_us: float, config: dict[str, Any]) -> Row:
+def measured(variant: str, latency_us: float, config: dict[str, Any], problem: Problem = TUNED) -> Row:
     candidate, source_hash = Candidate.of("ep_dispatch", variant, config), source_hash_of("ep_dispatch", variant)
-    return row(variant, latency_us, problem=TUNED, candidate=candidate, source_hash=source_hash or "")
+    return row(variant, latency_us, problem=problem, candidate=candidate, source_hash=source_hash or "")
 
 
 def test_the_nearest_tuned_shape_serves_within_bounds() -> None:
@@ -81,6 +81,26 @@ def test_the_nearest_tuned_shape_serves_within_bounds() -> None:
         assert (near.source, near.candidate.config_dict, near.is_unproven) == ("interpolated", CONFIG, True), problem
     for problem in (asked(7), asked(64, experts=32), asked(64, hidden=1024)):
         assert decide(problem, snapshot).source == "heuristic", problem
+
+
+def test_a_comparison_with_other_variants_alone_does_not_answer() -> None:
+    """At the size itself, in another layout, nearby, between two sizes and outside of graphs; elsewhere rows do."""
+    config = {"chunk_tokens": 256, "num_blocks": 8, "num_warps": 4, "split": 1, "items": 1}
+    larger = replace(TUNED, shape=(4096, *TUNED.shape[1:]))
+    rows = [
+        *(measured("library", 10.0, {}, problem) for problem in (TUNED, larger)),
+        *(measured("push", 20.0, config, problem) for problem in (TUNED, larger)),
+        measured("two_phase", 20.0, config, replace(TUNED, shape=(64, 256, 1, 8))),
+    ]
+    asked_for = [replace(larger, shape=(tokens, *TUNED.shape[1:]), mode="graph") for tokens in (1024, 4096, 8192)]
+    asked_for += [replace(each, layout="contiguous") for each in asked_for]
+    asked_for += [replace(each, mode="eager") for each in asked_for]
+    for problem in asked_for:
+        decision = decide(problem, snapshot_of(rows))
+        assert (decision.source, decision.candidate.variant, decision.is_unproven) == ("heuristic", "two_phase", True)
+        assert decision.why.count("first call") == 1
+        known = snapshot_of([*rows, *(measured("two_phase", 20.0, config, each) for each in (TUNED, larger))])
+        assert decide(problem, known).candidate.variant == "library", problem
 
 
 def test_a_check_at_the_first_call_has_the_last_word() -> None:

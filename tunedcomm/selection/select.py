@@ -1,7 +1,7 @@
 """The choice of the candidate that runs a problem: a pure function of a snapshot, a catalog and the problem.
 
 Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, library. Exact borrowed rows go before rows
-of this hardware that merely reach the size, without a prediction.
+of this hardware that merely reach the size, without a prediction, and before a rule of thumb.
 
 - Never considered, except when forced: a candidate that the numerics policy excludes, that cannot run, or whose source
   has changed since it was measured. A pin is bound by policy and feasibility but not by the source.
@@ -706,6 +706,8 @@ def _interpolated(lookup: _Lookup, reach: int | None) -> Decision | None:
 
 def _once_checked(lookup: _Lookup, decision: Decision) -> Decision | None:
     """The decision for a candidate that its first call checks; None if it lost its check here."""
+    if decision.is_unproven:  # by rule of thumb, which has asked
+        return decision
     if why := lookup.why_lost(decision.candidate):
         lookup.pass_over(decision.candidate, why)
         return None
@@ -805,7 +807,7 @@ def _by_rows(lookup: _Lookup) -> Decision | None:
     """The answer of rows, of this hardware or borrowed."""
     decision = _measured(lookup, MAX_REACH)
     if decision is not None:
-        merely_reaches = decision.source == "interpolated" and decision.latency_us is None
+        merely_reaches = decision.source in ("interpolated", "heuristic") and decision.latency_us is None
         merely_reaches = merely_reaches and lookup.tables.borrows
         lent = _lent(lookup, _exact(replace(lookup, borrowed=True))) if merely_reaches else None
         return decision if lent is None or lent.candidate == lookup.library else lent
