@@ -364,7 +364,7 @@ def _resolved(lookup: _Lookup) -> Decision:
         decision = decision or _rule_of_thumb(lookup, lookup.rows_of_problem()) or _unmeasured_default(lookup)
     if decision is None:
         decision = _rule_of_thumb(lookup, lookup.rows_of_problem()) or _library(lookup)
-    elif decision.candidate == lookup.library and decision.source != "pin":
+    elif decision.candidate == lookup.library and decision.source == "borrowed":  # `_library_wins` asked for own rows
         decision = _rule_of_thumb(lookup, None) or decision
     return decision
 
