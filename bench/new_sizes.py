@@ -106,7 +106,7 @@ def measure(
     end, held, binaries = time.monotonic() + seconds, (0.0, 0.0), 0
     for first in range(-SIZES_A_BLOCK, num_sizes, SIZES_A_BLOCK):
         if first == 0:
-            held, binaries = (private_mib(), device_mib(device)), launch._compile.cache_info().misses
+            held, binaries = (private_mib(), device_mib(device)), launch.compile_request.cache_info().misses
         if first > 0 and max(everyones(time.monotonic())) > end:
             break
         block: list[dict[str, Callable[[], object]]] = []
@@ -132,7 +132,7 @@ def measure(
                 spent = timed_ms(call, device)
             if first >= 0:
                 times[contender].append(spent)
-    binaries = launch._compile.cache_info().misses - binaries
+    binaries = launch.compile_request.cache_info().misses - binaries
     grown = (private_mib() - held[0], device_mib(device) - held[1])
     rows = []
     for contender, mine in times.items():

@@ -18,7 +18,7 @@ from bodies import captured
 
 import tunedcomm
 from tunedcomm.db import layers
-from tunedcomm.kernels.common.launch import _compile
+from tunedcomm.kernels.common.launch import compile_request
 from tunedcomm.spec import Problem
 from tunedcomm.tuner.measure.trial import CompileCount
 
@@ -33,7 +33,7 @@ def start() -> CompileCount:
     dist.broadcast_object_list(folder)
     os.environ.update(TRITON_CACHE_DIR=f"{folder[0]}/cache", TUNEDCOMM_DB=f"{folder[0]}/tuned.db")
     tunedcomm.release_communicators()
-    _compile.cache_clear()
+    compile_request.cache_clear()
     return CompileCount()
 
 

@@ -293,6 +293,11 @@ def debug_body(rank: int, world_size: int) -> None:
     sent = sent_to(rank, world_size, torch.tensor([[0, 3], [2, 1], [1, -1]]))
     with pytest.raises((tunedcomm.AgreementError, tunedcomm.UnsupportedInputError)):
         tunedcomm.ep_combine(sent.tokens[0] if rank else sent.tokens, sent, torch.ones(3, 2))
+    ids, number = torch.tensor([[0, 1], [1, -1]]), torch.tensor([1], dtype=torch.int32)
+    for layout, name, tensor in (("tokens", "num_tokens", number), ("contiguous", "topk_weights", torch.ones(2, 2))):
+        given: dict[str, Any] = {name: tensor} if rank else {}
+        with pytest.raises(tunedcomm.AgreementError, match=f"tensors.*{name}"):
+            tunedcomm.ep_dispatch(torch.ones(2, 64), ids, num_experts=2 * world_size, layout=layout, **given)
     counts = [2] * world_size
     with pytest.raises((tunedcomm.AgreementError, tunedcomm.UnsupportedInputError)):
         tunedcomm.all_to_all_v(torch.ones(2 * world_size), counts, [-1] * world_size if rank else counts)

@@ -174,7 +174,7 @@ def test_a_config_has_few_forms_and_a_known_one_is_not_compiled(monkeypatch: pyt
     stored, draw = snapshot_of(H100, 2), random.Random(4)
     limits, most = limits_for(stored.environment, 2), 0
     of_candidate = {one.candidate: one.problem for one in stored.rows if not one.is_library}
-    launch._compile.cache_clear()
+    launch.compile_request.cache_clear()
     for candidate, measured in draw.sample(list(of_candidate.items()), 60):
         if (variant := find_variant(candidate.op, candidate.variant)) is None:
             continue
@@ -197,7 +197,7 @@ def test_a_config_has_few_forms_and_a_known_one_is_not_compiled(monkeypatch: pyt
         most = max([most, *forms.values()])
         assert max(forms.values(), default=0) <= MOST_FORMS, (candidate, forms)
     assert most > 1
-    launch._compile.cache_clear()
+    launch.compile_request.cache_clear()
 
 
 def test_another_source_makes_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:

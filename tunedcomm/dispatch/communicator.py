@@ -40,7 +40,6 @@ from tunedcomm.dispatch.launches import (
     interpreted,
     no_intercept,
     undisturbed,
-    wrapped,
 )
 from tunedcomm.dispatch.queue import Queue
 from tunedcomm.errors import (
@@ -56,7 +55,7 @@ from tunedcomm.errors import (
 from tunedcomm.hardware import HARD_FIELDS, Environment, Sight, detect, kernel_identity, put_together, sight
 from tunedcomm.kernels.common import binaries
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.launch import SHARE_OF_EAGER, within
+from tunedcomm.kernels.common.launch import SHARE_OF_EAGER, AddressLaunch, within
 from tunedcomm.kernels.moe.op import Overflow
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
@@ -591,18 +590,19 @@ class Communicator:
         if candidate is not None:
             uses_kernels = bool(get_variant(candidate.op, candidate.variant).kernels)
             if self.settings.nvtx and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-                launch = wrapped(launch, in_range, f"{problem}: {candidate}")
+                launch = in_range(launch, f"{problem}: {candidate}")
             if is_large and problem.mode == "graph":
                 launch = self._lane_order.captured(launch)
             elif self.device.type == "cpu" and uses_kernels:
-                launch = wrapped(launch, interpreted, str(candidate), self.control, self.ring)
+                launch = interpreted(launch, str(candidate), self.control, self.ring)
             elif self.ring is not None and self.world_size > 1 and not candidate.variant.startswith("host_"):
-                launch = wrapped(launch, after, partial(self.ring.meet, f"{problem.op} (called eagerly)"))
+                launch = after(launch, partial(self.ring.meet, f"{problem.op} (called eagerly)"))
         if not for_calls:
             return launch
-        launch = undisturbed(launch, self.device.type)
+        if not isinstance(launch, AddressLaunch):  # which runs kernels alone: no surroundings reach them
+            launch = undisturbed(launch, self.device.type)
         if counter is not None:
-            launch = wrapped(launch, counted, counter)
+            launch = counted(launch, counter)
         if self._lane_order.taken and problem.mode == "eager":
             launch = self._lane_order.eager(launch)
         if self.nan_watch is not None and has_input:

@@ -1,15 +1,13 @@
 """Decide which candidate a group runs for a problem, and why.
 
-`decide` is pure. `deciding` prepares it for a group as it is now: its snapshot, what is forced, what is quarantined.
-`tunedcomm.dispatch.plans` binds the decided candidate.
+`decide` is pure; what is forced or quarantined is passed to it. `tunedcomm.dispatch.plans` asks it for a group, and
+binds the decided candidate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 from tunedcomm import kernels, settings
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError, UnsupportedInputError
@@ -18,9 +16,6 @@ from tunedcomm.selection.select import Decision, Registered, Source, choose
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits_library, check_candidate, get_variant
-
-if TYPE_CHECKING:
-    from tunedcomm.dispatch.communicator import Communicator
 
 # Sources of decisions on problems that were not tuned.
 MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
@@ -101,26 +96,6 @@ def library_instead(decision: Decision, reason: str) -> Decision:
     library = Candidate.of(decision.candidate.op, "library", {})
     why = f"the library: {decision.candidate} was chosen, but {reason}"
     return Decision(candidate=library, source="library", why=why, passed_over=passed_over)
-
-
-def deciding(
-    communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
-) -> Callable[..., Decision]:
-    """Return `decide` for a group as it is now; the caller passes `with_reasons`. The result does not hold the group.
-
-    Raises:
-        InfeasibleError: TUNEDCOMM_MODE=off, and the policy does not admit the library.
-    """
-    check_policy(policy)
-    check_limit("max_sms", max_sms, "SMs")
-    forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
-    if forced is None and communicator.settings.mode == "off":
-        check_library(problem, policy, "TUNEDCOMM_MODE=off")
-        forced = Candidate.of(problem.op, "library", {})
-    return partial(
-        decide, problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced, max_sms=max_sms,
-        quarantined=dict(communicator.quarantined),
-    )  # fmt: skip
 
 
 def beside_ordered(

@@ -38,7 +38,6 @@ from tunedcomm.kernels import source_hash_of
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import fill_sentinel
 from tunedcomm.metrics import format_us
-from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Check, CheckStatus
 from tunedcomm.spec import Candidate, Problem, get_op, get_variant
 from tunedcomm.state import clean_thread
@@ -72,10 +71,9 @@ class _Outcome(NamedTuple):
     why: str = ""
 
 
-def is_due(communicator: Communicator, problem: Problem, decision: Decision) -> bool:
-    """True if nothing measured here speaks for the candidate, and it was not checked here at this problem."""
-    candidate = decision.candidate
-    if not (decision.source == "borrowed" or decision.is_unproven) or candidate.variant == "library":
+def is_due(communicator: Communicator, problem: Problem, candidate: Candidate) -> bool:
+    """True if the candidate was not checked here at this problem."""
+    if candidate.variant == "library":
         return False
     source_hash = source_hash_of(candidate.op, candidate.variant) or ""
     return communicator.snapshot.is_unchecked(problem, candidate, source_hash)

@@ -13,7 +13,16 @@ from typing import Any
 
 from tunedcomm.dispatch import first_use, misses
 from tunedcomm.dispatch.communicator import Communicator, PlanKey, on_release
-from tunedcomm.dispatch.decide import beside_ordered, check_policy, decide, deciding, library_instead, note_force_mode
+from tunedcomm.dispatch.decide import (
+    beside_ordered,
+    check_library,
+    check_limit,
+    check_policy,
+    decide,
+    forced_candidate,
+    library_instead,
+    note_force_mode,
+)
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.kernels.common.launch import SHARE_OF_EAGER
 from tunedcomm.metrics import format_bytes
@@ -48,6 +57,24 @@ class Plan:
     kinds: set[Hashable] = field(default_factory=set, compare=False)
 
 
+def _asked(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None) -> dict[str, Any]:
+    """The arguments of `decide` for a group as it is now; they do not hold the group.
+
+    Raises:
+        InfeasibleError: TUNEDCOMM_MODE=off, and the policy does not admit the library.
+    """
+    check_policy(policy)
+    check_limit("max_sms", max_sms, "SMs")
+    forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
+    if forced is None and communicator.settings.mode == "off":
+        check_library(problem, policy, "TUNEDCOMM_MODE=off")
+        forced = Candidate.of(problem.op, "library", {})
+    return {
+        "problem": problem, "snapshot": communicator.snapshot, "limits": communicator.limits, "policy": policy,
+        "forced": forced, "max_sms": max_sms, "quarantined": dict(communicator.quarantined),
+    }  # fmt: skip
+
+
 def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None = None) -> Plan:
     """Decide and bind, on every rank alike.
 
@@ -55,11 +82,12 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
     while True:
-        decide_again = deciding(communicator, problem, policy, max_sms)
-        decision = decide_again(with_reasons=False)
-        if not first_use.is_due(communicator, problem, decision):
+        asked = _asked(communicator, problem, policy, max_sms)
+        decision = decide(**asked, with_reasons=False)
+        if not (decision.needs_check and first_use.is_due(communicator, problem, decision.candidate)):
             break
-        first_use.check(communicator, problem, decision.candidate)  # its rows are borrowed, and nobody has run it here
+        first_use.check(communicator, problem, decision.candidate)
+    decide_again: Callable[[], Decision] = partial(decide, **asked)
     if communicator.settings.mode == "force" and not decision.is_answered:
         raise InfeasibleError(
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decide_again().why}; tune it with "
@@ -115,10 +143,9 @@ def explain(
         )
     check_policy(policy)
     policy = communicator.policy(policy)
-    decide_again = deciding(communicator, problem, policy, max_sms)
     # A plan that is bound says what runs, also where the chosen candidate could not be bound.
     bound = communicator.plans.get(PlanKey(replace(problem, mode="eager"), policy, max_sms, problem.mode == "graph"))
-    decision = decide_again() if bound is None else bound.decide_again()
+    decision = decide(**_asked(communicator, problem, policy, max_sms)) if bound is None else bound.decide_again()
     decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
     decision = replace(
         decision, problem=problem, asked_for=communicator.snapshot.environment, memory=_memory_of(communicator)

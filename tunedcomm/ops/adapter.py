@@ -81,7 +81,8 @@ class OpAdapter(ABC):
     """The part of a call that is special to one op.
 
     Methods get a call's inputs as a tuple in the order of `inputs`, None for those that are not there, and its options
-    as a tuple in the order of `options`.
+    as a tuple in the order of `options`. The defaults suit an op of one tensor: the result
+    has its shape and dtype, an empty input needs no peers, and nothing else is changed.
 
     Attributes:
         op: the op's name.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -323,7 +323,19 @@ class CallPath(Generic[Result]):
             if result is not None:
                 lasts[group] = fast
                 return result
-        results, plan = self._check_and_run(communicator, tensors, signature)
+        inputs, outputs = tensors[: len(adapter.inputs)], tensors[len(adapter.inputs) :]
+        if communicator.settings.debug and not signature.capturing:
+            communicator.agree_on_call(lambda: self._described(communicator, inputs, outputs, signature))
+        wanted = self.results(inputs, options, communicator.world_size, numerics, max_sms)
+        values = tuple(map(detached, inputs))
+        try:
+            self._check_outputs(communicator, inputs, outputs, wanted, options)
+        except UnsupportedInputError:  # which rests on this rank alone: it takes part, so that no peer waits for it
+            with contextlib.suppress(TunedCommError):
+                self.fill_results(communicator, values, _complete((None,) * len(outputs), wanted, x.device), signature)
+            raise
+        results = _complete(outputs, wanted, x.device)
+        plan = self.fill_results(communicator, values, tuple(map(detached, results)), signature)
         if kind is not None and plan is not None and calls is communicator.fast_calls:
             if known is None:  # to write a function pays from the second call on
                 communicator.keep_fast_call(kind)
@@ -392,25 +404,6 @@ class CallPath(Generic[Result]):
             is_it = source is not None and (source.data_ptr() == output.data_ptr() if by_memory else source is output)
             found.append(index if is_it else -1)
         return tuple(found)
-
-    def _check_and_run(
-        self, communicator: Communicator, tensors: Tensors, signature: CallSignature
-    ) -> tuple[tuple[torch.Tensor, ...], Plan | None]:
-        """Check and run; the results, and the plan if a fast call may be made of it."""
-        num_inputs = len(self.adapter.inputs)
-        inputs, outputs = tensors[:num_inputs], tensors[num_inputs:]
-        if not signature.capturing:
-            communicator.agree_on_call(lambda: self._described(communicator, inputs, outputs, signature))
-        wanted = self.results(inputs, signature.options, communicator.world_size, signature.numerics, signature.max_sms)
-        values, device = tuple(map(detached, inputs)), inputs[0].device
-        try:
-            self._check_outputs(communicator, inputs, outputs, wanted, signature.options)
-        except UnsupportedInputError:  # which rests on this rank alone: it takes part, so that no peer waits for it
-            with contextlib.suppress(TunedCommError):
-                self.fill_results(communicator, values, _complete((None,) * len(outputs), wanted, device), signature)
-            raise
-        results = _complete(outputs, wanted, device)
-        return results, self.fill_results(communicator, values, tuple(map(detached, results)), signature)
 
     def fill_results(
         self, communicator: Communicator, inputs: Tensors, targets: Tensors, signature: CallSignature
@@ -486,6 +479,7 @@ class CallPath(Generic[Result]):
         return {
             "op": adapter.operator,
             **problem.to_dict(),
+            "tensors": ", ".join(name for name, x in zip(adapter.inputs, inputs, strict=True) if x is not None),
             "options": adapter.common_options(signature.options),
             "numerics": signature.policy,
             "max_sms": signature.max_sms,
@@ -578,7 +572,16 @@ class CallPath(Generic[Result]):
         communicator.order_streams(signature.capturing, stream)
         direct = adapter.is_direct(inputs, options)
         fits = is_usable if plan.wants_aligned or adapter.wants_aligned else is_plain
-        sources, sinks = _for_kernels(adapter.operands(inputs, options), targets, shared, fits, direct=direct)
+        sources = [
+            t if t is None or fits(t) else t.clone(memory_format=torch.contiguous_format)
+            for t in adapter.operands(inputs, options)
+        ]
+        sinks: list[Any] = []
+        for target, index in zip(targets, shared, strict=True):
+            if index < 0 and not (direct and fits(target)):
+                sinks.append(torch.empty(target.shape, dtype=target.dtype, device=target.device))
+            else:
+                sinks.append(target if index < 0 else sources[index])
         if signature.capturing:
             communicator.captured(plan)
         given = (*[t for t in sources if t is not None], *adapter.scalars(inputs, options))
@@ -596,26 +599,6 @@ class CallPath(Generic[Result]):
             source is tensor or source.data_ptr() == tensor.data_ptr()
             for source, tensor in zip((*sources, *sinks), (*inputs, *targets), strict=True)
         )
-
-
-def _for_kernels(
-    operands: Iterable[torch.Tensor | None],
-    targets: Tensors,
-    shared: tuple[int, ...],
-    fits: Callable[[torch.Tensor], bool],
-    *,
-    direct: bool,
-) -> tuple[list[torch.Tensor | None], list[Any]]:
-    """The tensors that kernels read and the ones that they fill; copies and new memory where kernels take no others."""
-    sources = [t if t is None or fits(t) else t.clone(memory_format=torch.contiguous_format) for t in operands]
-    sinks = []
-    for target, index in zip(targets, shared, strict=True):
-        if index >= 0:
-            sinks.append(sources[index])
-        else:
-            as_is = direct and fits(target)
-            sinks.append(target if as_is else torch.empty(target.shape, dtype=target.dtype, device=target.device))
-    return sources, sinks
 
 
 def _complete(outputs: Tensors, wanted: Results, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,8 @@
 """The collectives: reductions, gathers, exchanges, `broadcast`, and `all_reduce_bias`.
 
-Each op is a small `OpAdapter` that says what it takes, and a public function that runs the last call's fast call or
-hands over to the op's `CallPath`. The functions repeat these few lines because a call shared by them would cost what
-fast calls save.
+Each op is a small `OpAdapter` that says what it takes, and a public function that runs the last call's fast call or,
+where that returns None or the group has none, hands over to the op's `CallPath`. The functions repeat these few lines
+because a call shared by them would cost what fast calls save.
 """
 
 from __future__ import annotations

@@ -233,6 +233,11 @@ class Decision:
     memory: str | None = field(default=None, compare=False)
 
     @property
+    def needs_check(self) -> bool:
+        """True if nothing measured on this hardware speaks for the candidate."""
+        return self.source == "borrowed" or self.is_unproven
+
+    @property
     def is_answered(self) -> bool:
         """True if a database, a pin or a name decided."""
         return self.source != "library" and not (self.source == "heuristic" and self.environment is None)

@@ -81,15 +81,23 @@ class HostVariant(_CpuVariant):
         """Bytes that a rank puts into its slots, which are cut into chunks."""
         return problem.nbytes
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        """Return why it cannot run `problem`, whatever the config; None if it might."""
         if limits.host_cores == 0:
             return "only CPU tensors of ranks on one host go through its shared memory"
         if problem.dtype not in self.dtypes:
             return f"it takes {', '.join(self.dtypes)}, not {problem.dtype}"
-        if reason := refuse_result(problem, wide=problem.layout == WIDE, quantized=self.numerics == "quantized"):
+        is_quantized = self.numerics == "quantized"
+        if reason := refuse_result(problem, wide=problem.layout == WIDE, quantized=is_quantized):
             return reason
-        if problem.numel == 0:
-            return "there is nothing to do"
+        return "there is nothing to do" if problem.numel == 0 else None
+
+    def default_beats_library(self, problem: Problem, limits: Limits) -> bool:
+        return self.refuse(problem, limits) is None and super().default_beats_library(problem, limits)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, limits):
+            return reason
         chunk, whole = int(config["chunk_kib"]) * KIB, self.slot_bytes(problem)
         if chunk > _SMALLEST and chunk >= 2 * whole:
             return f"chunks of half the size hold all of {whole} bytes, too"

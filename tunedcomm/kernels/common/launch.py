@@ -147,14 +147,6 @@ def _source_and_options(request: CompileRequest) -> tuple[Any, dict[str, Any]]:
     }
 
 
-@functools.lru_cache(maxsize=4096)
-def _compile(request: CompileRequest, target: Any) -> Any:
-    import triton
-
-    source, options = _source_and_options(request)
-    return triton.compile(source, target=target, options=options)
-
-
 def is_compiled(request: CompileRequest, target: Any) -> bool:
     """True if Triton's cache holds the binary; compiles nothing. False if it cannot be told."""
     import triton
@@ -170,8 +162,9 @@ def is_compiled(request: CompileRequest, target: Any) -> bool:
     return False
 
 
-def compile_request(request: CompileRequest, target: Any = None) -> Any:
-    """Compile into Triton's cache, or find it there; needs no GPU if `target` is given.
+@functools.lru_cache(maxsize=4096)
+def compile_request(request: CompileRequest, target: Any) -> Any:
+    """Compile into Triton's cache, or find it there; needs no GPU.
 
     Returns:
         Triton's compiled kernel.
@@ -179,7 +172,10 @@ def compile_request(request: CompileRequest, target: Any = None) -> Any:
     Raises:
         Exception: whatever Triton raises; the tuner records it as `compile_error`.
     """
-    return _compile(request, current_target() if target is None else target)
+    import triton
+
+    source, options = _source_and_options(request)
+    return triton.compile(source, target=target, options=options)
 
 
 def resident_blocks(
@@ -412,7 +408,7 @@ def load(request: CompileRequest, device: torch.device) -> Loaded:
 
     properties = torch.cuda.get_device_properties(device)
     with torch.cuda.device(device):
-        compiled = compile_request(request)
+        compiled = compile_request(request, current_target())
         compiled._init_handles()
     constants = dict(request.constants)
     in_order = tuple(constants[name] for name in request.resolve().arg_names if name in constants)
@@ -420,11 +416,9 @@ def load(request: CompileRequest, device: torch.device) -> Loaded:
 
 
 def _with_fewer_registers(
-    compiled: Any, request: CompileRequest, grid: int, fits: int, limit: float, properties: Any
+    compiled: Any, request: CompileRequest, grid: int, limit: float, properties: Any
 ) -> CompileRequest | None:
-    """The binary by which a grid occupies at most `limit` of the GPU; None if it does, or cannot."""
-    if grid <= limit * fits:
-        return None
+    """The binary by which a grid that takes more than `limit` of the GPU takes no more; None if none does."""
     few = fewer_registers(grid, request.num_warps * 32, properties.multi_processor_count, limit)
     return (
         replace(request, max_registers=few) if grid <= limit * _resident(few, compiled, request, properties) else None
@@ -458,7 +452,9 @@ class SharedGrid(NamedTuple):
         compiled, shared = compile_request(self.request, target), _SHARED_KIB.get(target.arch, 100) << 10
         gpu = SimpleNamespace(multi_processor_count=self.num_sms, shared_memory_per_multiprocessor=shared)
         fits = _resident(registers_of(compiled.asm["cubin"]), compiled, self.request, gpu)
-        if smaller := _with_fewer_registers(compiled, self.request, self.grid, fits, self.limit, gpu):
+        if self.grid > self.limit * fits and (
+            smaller := _with_fewer_registers(compiled, self.request, self.grid, self.limit, gpu)
+        ):
             compile_request(smaller, target)
 
 
@@ -482,8 +478,8 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
             "for peers must all be resident"
         )
     if (found := residency()) is not None:
-        if smaller := _with_fewer_registers(
-            loaded.compiled, request, grid, loaded.fits, found.limit, loaded.properties
+        if grid > found.limit * loaded.fits and (
+            smaller := _with_fewer_registers(loaded.compiled, request, grid, found.limit, loaded.properties)
         ):
             loaded = load(smaller, device)
         found.share = max(found.share, grid / loaded.fits)

@@ -308,14 +308,14 @@ class KernelVariant(VariantBase):
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         request = self.request(problem, config)
-        kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-        head = (*self.first_arguments(problem), *lane_arguments(problem, workspace))
-        extra = self.arguments(problem, config, workspace)
         symmetric = dict(request.constants).get("SYMMETRIC")
+        sources: tuple[Any, ...] = () if symmetric is None else (None,) if symmetric else ((0,) * (MAX_WORLD_SIZE - 1),)
+        own, extra = self.first_arguments(problem), self.arguments(problem, config, workspace)
+        arguments = (*own, *lane_arguments(problem, workspace), *sources, *extra)
+        launch = bind_kernel(request, int(config["num_blocks"]), workspace.device).fix(arguments)
         if not symmetric:
-            sources = () if symmetric is None else ((0,) * (MAX_WORLD_SIZE - 1),)
-            return AddressLaunch(kernel.fix((*head, *sources, *extra)), functools.partial(self.addresses, problem))
-        launch, peers_of = kernel.fix((*head, None, *extra)), workspace.peers_of
+            return AddressLaunch(launch, functools.partial(self.addresses, problem))
+        peers_of = workspace.peers_of
 
         def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             x = inputs[0]
