@@ -57,7 +57,9 @@ class Plan:
     kinds: set[Hashable] = field(default_factory=set, compare=False)
 
 
-def _asked(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None) -> dict[str, Any]:
+def _arguments_of_decide(
+    communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
+) -> dict[str, Any]:
     """The arguments of `decide` for a group as it is now; they do not hold the group.
 
     Raises:
@@ -82,7 +84,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
     while True:
-        asked = _asked(communicator, problem, policy, max_sms)
+        asked = _arguments_of_decide(communicator, problem, policy, max_sms)
         decision = decide(**asked, with_reasons=False)
         if not (decision.needs_check and first_use.is_due(communicator, problem, decision.candidate)):
             break
@@ -145,7 +147,11 @@ def explain(
     policy = communicator.policy(policy)
     # A plan that is bound says what runs, also where the chosen candidate could not be bound.
     bound = communicator.plans.get(PlanKey(replace(problem, mode="eager"), policy, max_sms, problem.mode == "graph"))
-    decision = decide(**_asked(communicator, problem, policy, max_sms)) if bound is None else bound.decide_again()
+    decision = (
+        decide(**_arguments_of_decide(communicator, problem, policy, max_sms))
+        if bound is None
+        else bound.decide_again()
+    )
     decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
     decision = replace(
         decision, problem=problem, asked_for=communicator.snapshot.environment, memory=_memory_of(communicator)

@@ -326,7 +326,7 @@ class CallPath(Generic[Result]):
         inputs, outputs = tensors[: len(adapter.inputs)], tensors[len(adapter.inputs) :]
         if communicator.settings.debug and not signature.capturing:
             communicator.agree_on_call(lambda: self._described(communicator, inputs, outputs, signature))
-        wanted = self.results(inputs, options, communicator.world_size, numerics, max_sms)
+        wanted = self.checked_results(inputs, options, communicator.world_size, numerics, max_sms)
         values = tuple(map(detached, inputs))
         try:
             self._check_outputs(communicator, inputs, outputs, wanted, options)
@@ -427,7 +427,7 @@ class CallPath(Generic[Result]):
         repeats = kept and adapter.repeats and served is inputs and shared == signature.aliases
         return plan if repeats and as_they_are else None
 
-    def results(
+    def checked_results(
         self, inputs: Tensors, options: Any, world_size: int, numerics: NumericsPolicy | None, max_sms: int | None
     ) -> Results:
         """Shape and dtype of every output, from shapes, dtypes and devices alone.
@@ -472,7 +472,9 @@ class CallPath(Generic[Result]):
     ) -> dict[str, Any]:
         """The parts of a call that every rank must ask for alike; refuses what the call would be refused for."""
         adapter = self.adapter
-        wanted = self.results(inputs, signature.options, communicator.world_size, signature.numerics, signature.max_sms)
+        wanted = self.checked_results(
+            inputs, signature.options, communicator.world_size, signature.numerics, signature.max_sms
+        )
         self._check_outputs(communicator, inputs, outputs, wanted, signature.options)
         in_place = self._aliases((*inputs, *outputs), by_memory=True)[0] == 0
         problem = self._problem(communicator, tuple(map(detached, inputs)), signature, in_place=in_place)

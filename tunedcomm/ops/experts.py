@@ -668,7 +668,7 @@ class _GuardedPath(CallPath[torch.Tensor]):
         nothing = results.detach().new_full((1, results.shape[-1]), math.nan)
         own = (tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (weights, ids))
         inputs = (nothing, *own, rows.clamp(max=0), limits)
-        self.results(inputs, options, communicator.world_size, numerics, None)
+        self.checked_results(inputs, options, communicator.world_size, numerics, None)
         signature = CallSignature(options, (), (), numerics, None, is_capturing(), communicator.policy(numerics))
         problem = self._problem(communicator, inputs, signature, in_place=False, symmetric=False)
         plan = self._plan(communicator, problem, signature)[0]

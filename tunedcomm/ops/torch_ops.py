@@ -88,7 +88,7 @@ class Operator:
 
     def results(self, inputs: Tensors, trailing: OperatorArguments) -> Results:
         """Shape and dtype of every output; refuses what the public function would."""
-        return self.path.results(
+        return self.path.checked_results(
             tuple(inputs), trailing.options, trailing.group_size, trailing.numerics, trailing.max_sms
         )
 
