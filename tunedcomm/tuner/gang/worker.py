@@ -10,7 +10,6 @@ and wait for `GO`. Every rank receives the same commands and runs each of them, 
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -28,14 +27,11 @@ def run_rank(line: Connection) -> None:
     # Import everything before the gang may take its device.
     import torch  # noqa: F401 - before the kernels, which ask it whether there are GPUs
 
-    from tunedcomm import kernels
     from tunedcomm.tuner.gang.group import assemble
     from tunedcomm.tuner.measure.trial import TrialRunner
+    from tunedcomm.tuner.search.spec import load_variants
 
-    kernels.discover()
-    for plugin in settings.plugins:
-        importlib.import_module(plugin)
-
+    load_variants(settings.plugins)
     line.recv()
     gang = assemble(settings, line)
     gang.report("ready", (gang.communicator.environment, gang.communicator.limits))

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 from tunedcomm.kernels.common.launch import CompileRequest, SharedGrid, compile_request
 from tunedcomm.tuner.gang.protocol import PROTOCOL
-from tunedcomm.tuner.gang.ranks import die_with_parent, send_kill
+from tunedcomm.tuner.gang.ranks import die_with_parent, rank_environment, send_kill
 
 _log = logging.getLogger("tunedcomm")
 _MAX_WORKERS = 32
@@ -40,20 +40,14 @@ class CompilePool:
     """The supervisor's end of a pool of worker processes, whose imports overlap with the first gang's."""
 
     def __init__(self, workers: int) -> None:
-        environment = {
-            **os.environ,
-            "TRITON_INTERPRET": "0",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
+        changes = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         pool_end, self._line = multiprocessing.Pipe(duplex=False)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the object
         with pool_end:
             arguments = [str(os.getpid()), str(pool_end.fileno()), str(workers), PROTOCOL]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tunedcomm.tuner.measure.compile_pool", *arguments],
-                env=environment,
+                env=rank_environment(changes),
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=subprocess.DEVNULL,

@@ -64,7 +64,6 @@ class Knowledge:
     ) -> None:
         self.environment, self.limits = environment, limits
         self._retry = retry
-        self._source_hash = source_hash
         self.catalog = Registered(limits, source_hash)
         self._results: dict[Problem, dict[Candidate, Trial]] = {problem: {} for problem in problems}
         self._finals: dict[Problem, dict[Candidate, Trial]] = {problem: {} for problem in self._results}
@@ -81,7 +80,7 @@ class Knowledge:
 
     def counts(self, trial: Trial) -> bool:
         """True if a stored trial was measured in this environment, and of the kernels as they are now."""
-        now = self._source_hash(trial.problem.op, trial.variant)
+        now = self.catalog.source_hash(trial.problem.op, trial.variant)
         return trial.environment == self.environment and trial.source_hash == now
 
     def add(self, trial: Trial) -> None:

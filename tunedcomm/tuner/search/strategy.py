@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from tunedcomm.spec import Candidate, Problem
+from tunedcomm.spec import Candidate, Problem, get_op
 from tunedcomm.tuner.gang.protocol import Settings
 from tunedcomm.tuner.search.knowledge import BESIDE_WORK_SMS, Knowledge
-from tunedcomm.tuner.search.study import Search, default_candidates, families, search_space
+from tunedcomm.tuner.search.study import Search, default_candidates, search_space
 
 # Proposals taken from each neighbour.
 _PROPOSALS = 3
@@ -30,8 +30,14 @@ class Strategy:
         self._settings = settings
 
     def families(self, problems: Iterable[Problem]) -> list[list[Problem]]:
-        """The problems in the order of their searches, in groups that have their finals together."""
-        return families(problems)
+        """The problems in the order of their searches, in groups that have their finals together.
+
+        These are families in order of appearance, each from small to large messages.
+        """
+        grouped: dict[Problem, list[Problem]] = {}
+        for problem in problems:
+            grouped.setdefault(problem.family, []).append(problem)
+        return [sorted(group, key=lambda p: (get_op(p.op).message_bytes(p), p.shape)) for group in grouped.values()]
 
     def space(self, problem: Problem, known: Knowledge) -> list[Candidate]:
         """Every candidate that may be tried."""

@@ -24,17 +24,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.db.targets import data_directory, warn_once
 from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, SuggestsCategorical, Value
-from tunedcomm.spec import (
-    Candidate,
-    Limits,
-    NumericsPolicy,
-    Problem,
-    candidates,
-    get_op,
-    get_variant,
-    usual_variants,
-    variants,
-)
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_variant, usual_variants, variants
 from tunedcomm.tuner.gang.protocol import Settings
 
 # Candidates drawn at random before the model is used; seeds and stored trials count.
@@ -43,14 +33,6 @@ _STARTUP_TRIALS = 16
 _MAX_DRAWS = 4
 _MIRROR_CLOSE_S = 30.0
 _log = logging.getLogger("tunedcomm")
-
-
-def families(problems: Iterable[Problem]) -> list[list[Problem]]:
-    """Problems by family, families in order of appearance, each from small to large messages."""
-    grouped: dict[Problem, list[Problem]] = {}
-    for problem in problems:
-        grouped.setdefault(problem.family, []).append(problem)
-    return [sorted(group, key=lambda p: (get_op(p.op).message_bytes(p), p.shape)) for group in grouped.values()]
 
 
 def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:

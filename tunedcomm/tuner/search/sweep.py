@@ -18,7 +18,6 @@ from tunedcomm.db.snapshot import winners_of
 from tunedcomm.db.store import Database
 from tunedcomm.db.values import canonical_json
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.select import Registered
 from tunedcomm.spec import Candidate, Limits, Problem, get_op, get_variant, variants
 from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.gang.protocol import Settings
@@ -302,8 +301,7 @@ def _outcome(
 
 def _chosen(database: Database, known: Knowledge, problems: Sequence[Problem]) -> dict[Problem, Candidate]:
     """The candidates that dispatch chooses by the tuned database if nothing is pinned."""
-    catalog = Registered(known.limits, kernels.source_hash_of)
-    read = partial(winners_of, environment=known.environment, problems=problems, catalog=catalog)
+    read = partial(winners_of, environment=known.environment, problems=problems, catalog=known.catalog)
     return {problem: decision.candidate for problem, decision in database.ask(read).items()}
 
 
