@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,10 +42,12 @@ _MEET_S = 30.0
 # The name of fused norms in the record.
 NORM_CALL = "fused norm"
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+# Rows of the ranks' shares; None: as many on every rank.
+Sizes: TypeAlias = Sequence[int] | None
 
 
-def are_equal(sizes: Sequence[int] | None) -> bool:
-    """True if the ranks' shares have one size; None says so, too."""
+def are_equal(sizes: Sizes) -> bool:
+    """True if the ranks' shares have one size."""
     return sizes is None or len(set(sizes)) == 1
 
 
@@ -114,10 +116,12 @@ class EngineGroup:
             raise
 
     def serve_rows(
-        self, call: str, op: str, xs: Sequence[torch.Tensor], sizes: Sequence[int], out: torch.Tensor | None = None
+        self, call: str, op: str, xs: Sequence[torch.Tensor], sizes: Sizes, out: torch.Tensor | None = None
     ) -> list[torch.Tensor] | None:
         """`serve` where the ranks' shares have `sizes` rows: `op` is all_gather_v or reduce_scatter_v."""
         adapter, reduces = paths[op].adapter, op == "reduce_scatter_v"
+        if sizes is None or are_equal(sizes):
+            return self.serve(call, op.removesuffix("_v"), xs, ("sum", 0) if reduces else (0,), out)
         if not self._sums_in_order(call, reduces, xs) or not self._ready(call):
             return None
         most = 1 << (max(sizes) - 1).bit_length()  # few different problems
@@ -265,6 +269,15 @@ def by_reason(calls: Mapping[RoutedCall, int]) -> Counter[tuple[str, str, bool]]
     for entry, count in calls.items():
         found[entry.call, f"{entry.problem}: {entry.why}", bool(entry.served_by)] += count
     return found
+
+
+def serve_one(
+    owner: Any, call: str, op: str, x: torch.Tensor, options: tuple[Any, ...], out: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """`EngineGroup.serve` of one tensor, by the group that an object of the engine has as `tuned`, if any."""
+    tuned: EngineGroup | None = getattr(owner, "tuned", None)
+    found = None if tuned is None else tuned.serve(call, op, [x], options, out)
+    return None if found is None else found[0]
 
 
 _open: weakref.WeakSet[EngineGroup] = weakref.WeakSet()

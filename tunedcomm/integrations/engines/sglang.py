@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.dispatch.launches import no_intercept
-from tunedcomm.integrations.engines.group import EngineGroup, are_equal, serve_operator
+from tunedcomm.integrations.engines.group import EngineGroup, serve_one, serve_operator
 
 NORM = "flashinfer_allreduce_residual_rmsnorm"
 
@@ -45,18 +45,10 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[A
     return [given.get(name) for name in names]
 
 
-def _one(
-    self: Any, call: str, op: str, x: torch.Tensor, options: tuple[Any, ...], out: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    tuned: EngineGroup | None = getattr(self, "tuned", None)
-    found = None if tuned is None else tuned.serve(call, op, [x], options, out)
-    return None if found is None else found[0]
-
-
 def all_reduce_out_place(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `_all_reduce_out_place` and `_flashinfer_allreduce`; the first may go on to `_all_reduce_in_place`."""
     (x,) = _given(args, kwargs, "input_")
-    found = _one(self, "all_reduce", "all_reduce", x, ("sum",))
+    found = serve_one(self, "all_reduce", "all_reduce", x, ("sum",))
     if found is not None:
         return found
     with no_intercept():
@@ -66,20 +58,20 @@ def all_reduce_out_place(original: Callable[..., Any], self: Any, *args: Any, **
 def all_reduce_in_place(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `_all_reduce_in_place`."""
     (x,) = _given(args, kwargs, "input_")
-    return None if _one(self, "all_reduce", "all_reduce", x, ("sum",), x) is x else original(self, *args, **kwargs)
+    return None if serve_one(self, "all_reduce", "all_reduce", x, ("sum",), x) is x else original(self, *args, **kwargs)
 
 
 def all_gather(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `_all_gather_into_tensor`."""
     output, x = _given(args, kwargs, "output", "input")
-    served = _one(self, "all_gather", "all_gather", x, (0,), output) is not None
+    served = serve_one(self, "all_gather", "all_gather", x, (0,), output) is not None
     return None if served else original(self, *args, **kwargs)
 
 
 def reduce_scatter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `_reduce_scatter_tensor`."""
     output, x = _given(args, kwargs, "output", "input")
-    found = _one(self, "reduce_scatter", "reduce_scatter", x, ("sum", 0), output)
+    found = serve_one(self, "reduce_scatter", "reduce_scatter", x, ("sum", 0), output)
     return original(self, *args, **kwargs) if found is None else found
 
 
@@ -90,23 +82,16 @@ def all_gatherv(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     tuned: EngineGroup | None = getattr(self, "tuned", None)
     found = None
     if tuned is not None and (output is None or len(xs) == 1):
-        if are_equal(sizes):
-            found = tuned.serve("all_gatherv", "all_gather", xs, (0,), output)
-        else:
-            found = tuned.serve_rows("all_gatherv", "all_gather_v", xs, sizes, output)
+        found = tuned.serve_rows("all_gatherv", "all_gather_v", xs, sizes, output)
     return original(self, *args, **kwargs) if found is None else found
 
 
 def reduce_scatterv(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `reduce_scatterv`; in the deterministic mode that makes an all-reduce, which is asked in its turn."""
     x, output, sizes = _given(args, kwargs, "input_", "output", "sizes")
-    found = None
-    if are_equal(sizes):
-        found = _one(self, "reduce_scatterv", "reduce_scatter", x, ("sum", 0), output)
-    elif (tuned := getattr(self, "tuned", None)) is not None:
-        served = tuned.serve_rows("reduce_scatterv", "reduce_scatter_v", [x], sizes, output)
-        found = None if served is None else served[0]
-    return original(self, *args, **kwargs) if found is None else found
+    tuned: EngineGroup | None = getattr(self, "tuned", None)
+    found = None if tuned is None else tuned.serve_rows("reduce_scatterv", "reduce_scatter_v", [x], sizes, output)
+    return original(self, *args, **kwargs) if found is None else found[0]
 
 
 def destroy(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tunedcomm.integrations.engines.group import NORM_CALL, EngineGroup, are_equal, serve_operator
+from tunedcomm.integrations.engines.group import NORM_CALL, EngineGroup, are_equal, serve_one, serve_operator
 
 # The mixin's methods call the methods of the class behind it.
 _Base: Any = object
@@ -44,11 +44,11 @@ class ServesCollectives(_Base):  # type: ignore[misc]
             self.tuned = EngineGroup("vllm", self.device_group, self.device, ordered=is_deterministic())
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        found = self._one("all_reduce", "all_reduce", input_, ("sum",))
+        found = serve_one(self, "all_reduce", "all_reduce", input_, ("sum",))
         return super().all_reduce(input_) if found is None else found
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        found = self._one("all_gather", "all_gather", input_, (dim,))
+        found = serve_one(self, "all_gather", "all_gather", input_, (dim,))
         return super().all_gather(input_, dim) if found is None else found
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -76,7 +76,7 @@ class ServesCollectives(_Base):  # type: ignore[misc]
         return super().reduce_scatterv_into_output(input_, output, dim, sizes) if found is None else found
 
     def custom_all_gather(self, input_: torch.Tensor) -> torch.Tensor | None:
-        found = self._one("custom_all_gather", "all_gather", input_, (0,))
+        found = serve_one(self, "custom_all_gather", "all_gather", input_, (0,))
         return super().custom_all_gather(input_) if found is None else found
 
     def custom_reduce_scatter(self, input_: torch.Tensor) -> torch.Tensor | None:
@@ -88,21 +88,13 @@ class ServesCollectives(_Base):  # type: ignore[misc]
             self.tuned.close()
         super().destroy()
 
-    def _one(
-        self, call: str, op: str, x: torch.Tensor, options: tuple[Any, ...], out: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        found = None if self.tuned is None else self.tuned.serve(call, op, [x], options, out)
-        return None if found is None else found[0]
-
     def _gather(self, xs: list[torch.Tensor], dim: int, sizes: list[int] | None) -> list[torch.Tensor] | None:
         if self.tuned is None:
             return None
         if dim != 0:
             self.tuned.pass_on("all_gatherv", f"shares of dimension {dim}")
             return None
-        if sizes is not None and not are_equal(sizes):
-            return self.tuned.serve_rows("all_gatherv", "all_gather_v", xs, sizes)
-        return self.tuned.serve("all_gatherv", "all_gather", xs, (0,))
+        return self.tuned.serve_rows("all_gatherv", "all_gather_v", xs, sizes)
 
     def _scatter(
         self,
@@ -114,13 +106,13 @@ class ServesCollectives(_Base):  # type: ignore[misc]
     ) -> torch.Tensor | None:
         dim %= max(x.dim(), 1)
         # Along later dimensions vLLM's result is another: it moves the first one there, not that one to the front.
-        if self.tuned is not None and sizes is not None and not are_equal(sizes) and dim == 0:
+        if self.tuned is not None and dim == 0:
             found = self.tuned.serve_rows(call, "reduce_scatter_v", [x], sizes, output)
             return None if found is None else found[0]
         if self.tuned is not None and (not are_equal(sizes) or dim > (output is None)):
             self.tuned.pass_on(call, f"shares of dimension {dim}")
             return None
-        return self._one(call, "reduce_scatter", x, ("sum", dim), output)
+        return serve_one(self, call, "reduce_scatter", x, ("sum", dim), output)
 
 
 def communicator_class(stock: str) -> str:
