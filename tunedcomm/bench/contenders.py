@@ -6,7 +6,6 @@ An adapter is a file that runs another project's kernels; tunedcomm/peers.py say
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -378,18 +377,12 @@ def _compiled_merge(problem: Problem, device: torch.device) -> Iterator[Peer]:
 
 def _fused_gemm(problem: Problem, device: torch.device) -> Iterator[Peer]:
     """PyTorch's operators of asynchronous tensor parallelism. They return memory of their own, which is copied."""
-    if device.type != "cuda" or problem.reduction not in ("", "sum", "avg"):
+    gathers = problem.op == "ag_gemm"
+    if not (gathers or problem.op == "gemm_rs") or device.type != "cuda" or problem.reduction not in ("", "sum", "avg"):
         return
-    if problem.op in ("ag_gemm", "gemm_rs"):
-        need_rendezvous(device)
-    if problem.op == "ag_gemm":
-        _check_fused_gemm(problem, gathers=True)
-        operators = _gathers_with_gemm(problem)
-    elif problem.op == "gemm_rs":
-        _check_fused_gemm(problem, gathers=False)
-        operators = {"": _gemm_with_scatter(problem)}
-    else:
-        return
+    need_rendezvous(device)
+    _check_fused_gemm(problem, gathers=gathers)
+    operators = _gathers_with_gemm(problem) if gathers else {"": _gemm_with_scatter(problem)}
     spec = get_op(problem.op)
     outputs = spec.make_outputs(problem, device)
 
