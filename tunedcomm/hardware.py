@@ -28,16 +28,18 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunedcomm.version import VERSION
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 HARD_FIELDS = ("gpu", "num_sms", "compute_capability", "fabric", "multicast", "nodes")
 SOFT_FIELDS = ("driver", "cuda", "torch", "triton", "nccl", "tunedcomm")
@@ -280,19 +282,30 @@ class Sight:
     reached: Mapping[Place, frozenset[Place]]
 
 
+def _ask_nvml(ask: Callable[[Any], T], otherwise: T) -> T:
+    """`ask(pynvml)` while NVML is initialised; `otherwise` where NVML cannot tell."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return otherwise
+    try:
+        return ask(pynvml)
+    except pynvml.NVMLError:
+        return otherwise
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def sight_of(*, uuid: str = "") -> Sight | None:
     """See `Sight`; None for a MIG slice, and where NVML cannot tell.
 
     Args:
         uuid: the CUDA device's UUID without prefix; of the first GPU where it is unknown.
     """
-    import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
+    def ask(pynvml: Any) -> Sight | None:
         own, is_mig = _device(pynvml, uuid)
         if is_mig:
             return None
@@ -300,10 +313,8 @@ def sight_of(*, uuid: str = "") -> Sight | None:
         fabrics = {place: _class_of(pynvml, gpu, is_mig=False) for place, gpu in gpus.items()}
         reached = {place: ends for place, gpu in gpus.items() if (ends := _reached(pynvml, gpu)) is not None}
         return Sight(_place(pynvml.nvmlDeviceGetPciInfo(own)), fabrics, reached)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
+
+    return _ask_nvml(ask, None)
 
 
 def put_together(environment: Environment, own: Sight | None, sights: Iterable[Sight | None]) -> Environment:
@@ -338,21 +349,13 @@ def fabric_of(*, uuid: str = "") -> tuple[Fabric, str]:
     Args:
         uuid: the CUDA device's UUID without prefix; of the first GPU where it is unknown.
     """
-    import pynvml
 
-    nothing_known = Fabric(kind="pcie"), ""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return nothing_known
-    try:
+    def ask(pynvml: Any) -> tuple[Fabric, str]:
         driver = str(pynvml.nvmlSystemGetDriverVersion())
         gpu, is_mig = _device(pynvml, uuid)
         return _class_of(pynvml, gpu, is_mig=is_mig), driver
-    except pynvml.NVMLError:
-        return nothing_known
-    finally:
-        pynvml.nvmlShutdown()
+
+    return _ask_nvml(ask, (Fabric(kind="pcie"), ""))
 
 
 def _device(pynvml: Any, uuid: str) -> tuple[Any, bool]:
