@@ -154,13 +154,16 @@ class Control:
             if words[_KIND]:
                 text = bytes(self._texts[place][: words[_LENGTH]]).decode(errors="replace")
                 raise (PeerTimeoutError if words[_KIND] == _TIMED_OUT else GroupAbortedError)(text)
-        missed = self._missed()
         if self._words[self._place][_STATE]:
             raise GroupError("this rank has released the group's communicator; the group's next call makes a new one")
-        raise PeerTimeoutError(
-            f"rank {self._rank} waited more than {self.timeout_ns / 1e9:g} s for its peers: "
-            f"{missed or 'a rank did not come'} of the group of {len(self._names)}. Such a rank died, or did not make "
-            f"the same call. {AFTERWARDS}, or raise TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
+        raise PeerTimeoutError(self.timeout_text(self._missed() or "a rank did not come"))
+
+    def timeout_text(self, missed: str) -> str:
+        """The text of an error after a wait for peers that was too long; `missed` says for which ranks."""
+        return (
+            f"rank {self._rank} waited more than {self.timeout_ns / 1e9:g} s for its peers: {missed} of the group of "
+            f"{len(self._names)}. Such a rank died, or did not make the same call. {AFTERWARDS}, or raise "
+            "TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
         )
 
     def _missed(self) -> str:

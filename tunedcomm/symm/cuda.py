@@ -20,9 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_
 
 from tunedcomm.errors import WorkspaceError
 from tunedcomm.symm import mapped
-from tunedcomm.symm.buffer import SymmetricBuffer
+from tunedcomm.symm.buffer import SymmetricBuffer, by_reason
 from tunedcomm.symm.exchange import exchange
-from tunedcomm.symm.mapped import Driver, MappedMemory, views_of
+from tunedcomm.symm.mapped import Driver, MappedMemory, attempt, views_of
 
 _STEP = re.compile(r"(.*)/(\d+)/(\d+)")
 
@@ -128,17 +128,11 @@ def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int, *, fir
 
 
 def _allocate_by_rendezvous(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
-    failure: str | None = None
-    try:
-        tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-        tensor.zero_()
-    except RuntimeError as error:
-        failure = str(error)
+    tensor, failure = attempt(lambda: symm_mem.empty(nbytes, dtype=torch.uint8, device=device).zero_())
     # Before the addresses are exchanged: the others would wait there for a rank that has none.
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(group, failure)) if text]
-    if failed:
+    if failed := by_reason(exchange(group, failure)):
         raise WorkspaceError(
-            f"{nbytes} bytes of symmetric memory could not be allocated on {device} ({'; '.join(failed)}); "
+            f"{nbytes} bytes of symmetric memory could not be allocated on {device} ({failed}); "
             "lower TUNEDCOMM_WORKSPACE_MIB or free device memory"
         )
     torch.cuda.synchronize(device)  # no peer may write before the zeros are there

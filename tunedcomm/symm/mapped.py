@@ -256,7 +256,7 @@ def views_of(group: dist.ProcessGroup, driver: Driver) -> list[View]:
         WorkspaceError: on every rank, if the driver failed on any, or if ranks share a GPU.
     """
     if group not in _views:
-        view, failure = _attempt(driver.view)
+        view, failure = attempt(driver.view)
         everyone = exchange(group, (view, failure))
         if failed := by_reason([text for _, text in everyone]):
             raise WorkspaceError(f"the ranks cannot share memory of their GPUs: {failed}")
@@ -271,7 +271,7 @@ def views_of(group: dist.ProcessGroup, driver: Driver) -> list[View]:
     return _views[group]
 
 
-def _attempt(make: Callable[[], Any]) -> tuple[Any, str]:
+def attempt(make: Callable[[], Any]) -> tuple[Any, str]:
     """(what was made, ""), or (None, the driver's reason)."""
     try:
         return make(), ""
@@ -328,10 +328,9 @@ class MappedMemory:
         self._kind = common[0] if common else 0
         self._granule = max(view.granules[self._kind] for view in views) if common else 1
         self.backed: list[tuple[int, int]] = []
-        mapped: list[tuple[int, int]] = []
+        self._mapped: list[tuple[int, int]] = []
         reserved: list[tuple[int, int]] = []
-        self._mapped = mapped
-        weakref.finalize(self, _give_back, driver, mapped, reserved).atexit = False
+        weakref.finalize(self, _give_back, driver, self._mapped, reserved).atexit = False
 
         def reserve() -> None:
             if not self._kind:
@@ -340,7 +339,7 @@ class MappedMemory:
             for _ in range(self.world_size):
                 reserved.append((driver.reserve(size), size))
 
-        everyone = exchange(group, (nbytes, _attempt(reserve)[1]))
+        everyone = exchange(group, (nbytes, attempt(reserve)[1]))
         if failed := by_reason([text for _, text in everyone]):
             raise WorkspaceError(f"{nbytes} bytes cannot be shared ({failed})")
         if len({size for size, _ in everyone}) > 1:
@@ -387,7 +386,7 @@ class MappedMemory:
                 for start, stop in missing:
                     handle = driver.create(stop - start, self._kind)
                     with _released(driver, handle):
-                        self._map(own_address + start, stop - start, handle, done)
+                        _map(driver, own_address + start, stop - start, handle, done)
                         exported.append(_export(driver, handle, self._kind, stack))
                     piece = driver.tensor(own_address + start, stop - start)
                     driver.finish(functools.partial(fill, piece, start) if fill else piece.zero_)
@@ -398,25 +397,20 @@ class MappedMemory:
                         if rank != self.rank:
                             handle = driver.take(shared)
                             with _released(driver, handle):
-                                self._map(self.addresses[rank] + start, stop - start, handle, done)
+                                _map(driver, self.addresses[rank] + start, stop - start, handle, done)
 
             # Before the others wait for what was exported; no peer may write before this rank's bytes are filled.
-            if failed := by_reason(exchange(self.group, _attempt(make)[1])):
+            if failed := by_reason(exchange(self.group, attempt(make)[1])):
                 total = sum(stop - start for start, stop in missing)
                 return f"no {total} bytes of device memory to share ({failed}); {_CURE}"
             everyone, failed = _share(self.group, exported, self._kind, stack)
             if failed:
                 return failed
-            if failed := by_reason(exchange(self.group, _attempt(lambda: take(everyone))[1])):
+            if failed := by_reason(exchange(self.group, attempt(lambda: take(everyone))[1])):
                 return f"the memory of peers cannot be mapped ({failed}); {_CURE}"
             undo.pop_all()
         self._mapped.extend(done)
         return ""
-
-    def _map(self, address: int, nbytes: int, handle: int, done: list[tuple[int, int]]) -> None:
-        self._driver.map(address, nbytes, handle)
-        done.append((address, nbytes))
-        self._driver.allow(address, nbytes)
 
     def _missing(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the parts of these ranges without memory, in whole granules, neighbours joined."""
@@ -445,6 +439,13 @@ def _export(driver: Driver, handle: int, kind: int, stack: contextlib.ExitStack)
     if isinstance(exported, int):
         stack.callback(os.close, exported)
     return exported
+
+
+def _map(driver: Driver, address: int, nbytes: int, handle: int, mapped: list[tuple[int, int]]) -> None:
+    """Put memory at reserved addresses, note it in `mapped`, and let this GPU use it."""
+    driver.map(address, nbytes, handle)
+    mapped.append((address, nbytes))
+    driver.allow(address, nbytes)
 
 
 @contextlib.contextmanager
@@ -524,16 +525,14 @@ class _Mapping:
                     self._reserved.append((base, nbytes))
                     handle = driver.take(shared[peer][0])
                     with _released(driver, handle):
-                        driver.map(base, nbytes, handle)
-                        self._mapped.append((base, nbytes))
-                        driver.allow(base, nbytes)
+                        _map(driver, base, nbytes, handle, self._mapped)
                     self.addresses.append(base + offset)
 
-            everyone = exchange(group, _attempt(export))
+            everyone = exchange(group, attempt(export))
             if failed := by_reason([text for _, text in everyone]):
                 return failed
             places: list[tuple[int, int, int]] = [place for place, _ in everyone]
             if len({kind for kind, *_ in places}) > 1:
                 return "the ranks' allocations have handles of different kinds"
             shared, failed = _share(group, exported, places[0][0], stack)
-            return failed or by_reason(exchange(group, _attempt(lambda: take(shared))[1]))
+            return failed or by_reason(exchange(group, attempt(lambda: take(shared))[1]))

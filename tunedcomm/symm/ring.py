@@ -262,10 +262,6 @@ class HostRing:
 
     def _give_up(self, places: Sequence[int], epoch: int, op: str) -> None:
         missed = [str(peer) for peer in sorted(self._peers) if self._words[places[peer]] < epoch]
-        text = (
-            f"rank {self.rank} waited more than {self.control.timeout_ns / 1e9:g} s for its peers: {op} missed rank "
-            f"{', '.join(missed)} of the group of {self.world_size}. Such a rank died, or did not make the same call. "
-            f"{AFTERWARDS}, or raise TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
-        )
+        text = self.control.timeout_text(f"{op} missed rank {', '.join(missed)}")
         self.control.abort(text, timed_out=True)
         raise PeerTimeoutError(text)
