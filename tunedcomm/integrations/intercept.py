@@ -43,7 +43,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property, partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -276,7 +275,7 @@ class RoutedGroup:
                 communicator.abandon("an asynchronous call", error)
                 raise
 
-        return found, _Waiting().start(queue, [run], [found] if results is None else results)
+        return found, _Waiting().start(queue, run, [found] if results is None else results)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy where it lies in symmetric memory.
@@ -305,10 +304,8 @@ class RoutedGroup:
         veto: Callable[[Plan], str] | None,
     ) -> Routing:
         plan, by, op, x = None, "", adapter.op, inputs[0]
-        problem, why = (
-            f"{op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}",
-            why or self._unfit(adapter, x, options),
-        )
+        problem = f"{op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        why = why or self._unfit(adapter, x, options)
         if not why:
             try:
                 with torch.no_grad():
@@ -320,9 +317,8 @@ class RoutedGroup:
         if why and adapter.reduces and {"sum", "avg"}.intersection(options) and self._must_be_ordered(x):
             raise InfeasibleError(f"{problem} would go to the library, and numerics='ordered' does not admit it: {why}")
         if plan is not None:
-            by = "" if plan.candidate.variant == "library" else str(plan.candidate)
             why = veto(plan) if veto is not None else ""
-            by = "" if why else by
+            by = "" if why or plan.candidate.variant == "library" else str(plan.candidate)
         place, named = (key, by), (self.group.group_name, call)
         if place not in self.record and len(self.record) >= MAX_PROBLEMS:
             by = by.partition("(")[0]
@@ -452,16 +448,15 @@ class _Waiting:
     _outcome: object = None
     _error: BaseException | None = None
 
-    def start(self, queue: Queue, jobs: Sequence[Job], results: Any) -> Any:
+    def start(self, queue: Queue, job: Job, results: Any) -> Any:
         """Queue the call; the work object."""
         work = self.work = _c10d.PythonCallbackWork(self._wait)
-        self._ended = queue.add(partial(self._run, work, jobs, results))
+        self._ended = queue.add(partial(self._run, work, job, results))
         return work
 
-    def _run(self, work: Any, jobs: Sequence[Job], results: Any) -> None:
+    def _run(self, work: Any, job: Job, results: Any) -> None:
         try:
-            for job in jobs:
-                job()
+            job()
         except BaseException as error:  # noqa: BLE001 - raised by wait()
             self._fail(work, error)
             self._error = error.with_traceback(None)  # its frames hold the group
@@ -586,7 +581,6 @@ def _abandon(call: str, error: BaseException, arguments: Sequence[Any]) -> None:
                     leave(error, call, torch.empty(0, dtype=torch.uint8, device=of.device.type), of.group)
 
 
-Kernel = Callable[..., Any]
 Serve = Callable[[], Any] | None
 
 
@@ -751,8 +745,8 @@ def _direct_readers() -> tuple[_DirectReader, ...]:
     """The readers of operators on symmetric memory, of those that this torch has with the arguments known."""
     import torch.distributed._symmetric_memory  # defines some of them
 
-    known = [(name, *of) for name, of in OPERATORS.items() if hasattr(torch.ops.symm_mem, name)]
-    return tuple(reader for reader in starmap(_DirectReader, known) if reader.is_readable)
+    present = [_DirectReader(name, *of) for name, of in OPERATORS.items() if hasattr(torch.ops.symm_mem, name)]
+    return tuple(reader for reader in present if reader.is_readable)
 
 
 @cache
@@ -781,7 +775,7 @@ def _missing() -> Iterator[str]:
             yield f"the operator {name} with known arguments"
 
 
-def _kernel(reader: _Operator) -> Kernel:
+def _kernel(reader: _Operator) -> Callable[..., Any]:
     """A kernel that serves tensors of intercepted devices and passes others on, and the meta ones that compilers try.
 
     It redispatches to the kernel below without the interpreter's lock. One that is called by `torch.library.get_kernel`

@@ -29,7 +29,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -177,10 +176,8 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         self._patches.append(patch)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._patches.pop().__exit__(kind, error, trace)
+    def __exit__(self, *raised: object) -> None:
+        self._patches.pop().__exit__(*raised)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.records)) or "no collectives"

@@ -166,8 +166,7 @@ class Reduce:
         a, b, bias = product_operands(self.product)
         with graph.inserting_before(self.collective):
             if bias is not None:
-                size, group, numerics, max_sms = policy.settings
-                bias = call(graph, _ops.all_reduce.default, (bias, self.reduction, size, group, numerics, max_sms))
+                bias = call(graph, _ops.all_reduce.default, (bias, self.reduction, *policy.settings))
             if self.scatters:
                 found = call(graph, _ops.gemm_rs.default, (a, b, None, None, None, self.reduction, *policy.settings))
                 found = found if bias is None else call(graph, _aten.add.Tensor, (found, bias))
