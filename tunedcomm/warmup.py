@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -123,9 +122,7 @@ class Autotune:
             counter(communicator, plan.problem, plan.source, plan.policy)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         noted, self.communicator.noted = self.communicator.noted or {}, self._outer
         if error is None:
             self.tune(most_wanted(noted))

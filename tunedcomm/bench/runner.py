@@ -8,7 +8,6 @@ changes from round to round.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -129,7 +128,7 @@ class Bencher:
         errors = self._check(problem, found, values, reference)
         del reference
         latencies = self._time(problem, found.present, values)
-        rows = list(map(self._row, itertools.repeat(problem), found.present, latencies, errors))
+        rows = [self._row(problem, *each) for each in zip(found.present, latencies, errors, strict=True)]
         place = {"shape": format_shape(problem.shape), "dtype": problem.dtype, "mode": problem.mode}
         self.left_out += [{**place, "peer": name, "why": why} for name, why in found.left_out]
         best: dict[str, dict[str, Any]] = {}

@@ -16,7 +16,6 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +114,7 @@ class Driver:
         location = _Location(_ON_DEVICE, self._number.value)
         return _Properties(type=_PINNED, handle_types=kind, location=location, rdma=rdma)
 
-    def current(self) -> AbstractContextManager[object]:
+    def current(self) -> contextlib.AbstractContextManager[object]:
         """A block in which the GPU is the current one."""
         return torch.cuda.device(self.device)
 

@@ -102,12 +102,10 @@ def _winners(
             stored = {row.problem for row in snapshot.rows}
             both = {replace(problem, mode=mode) for problem in stored for mode in get_args(Mode)}
             catalog = Registered(limits_for(environment, world_size), kernels.source_hash_of)
-            yield (
-                environment,
-                {
-                    (problem, decision.candidate)
-                    for policy in get_args(NumericsPolicy)
-                    for problem, decision in winners(snapshot, catalog, both, policy).items()
-                    if get_variant(problem.op, decision.candidate.variant).kernels
-                },
-            )
+            found = {
+                (problem, decision.candidate)
+                for policy in get_args(NumericsPolicy)
+                for problem, decision in winners(snapshot, catalog, both, policy).items()
+                if get_variant(problem.op, decision.candidate.variant).kernels
+            }
+            yield environment, found
