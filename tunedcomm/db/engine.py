@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import sqlalchemy as sa
-from sqlalchemy import Connection, Engine, create_engine, event, func, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.util import OrderedSet
 
@@ -66,7 +65,7 @@ _LIBPQ_DEFAULTS = {
 
 def make_engine(
     target: Target, *, readonly: bool, immutable: bool = False, busy_timeout_s: float = BUSY_TIMEOUT_S
-) -> Engine:
+) -> sa.Engine:
     """An engine of a file or server; `immutable` reads a file that cannot change, without locks and side files.
 
     A cluster has many processes with an engine or two each, and a server has a limit of connections: an engine keeps
@@ -80,28 +79,29 @@ def make_engine(
             if target.url.get_driver_name() in ("psycopg", "psycopg2"):
                 given = target.url.query
                 options["connect_args"] = {name: value for name, value in _LIBPQ_DEFAULTS.items() if name not in given}
-            return create_engine(target.url, **options)
+            return sa.create_engine(target.url, **options)
         except (ArgumentError, ImportError) as error:
             raise DatabaseAccessError(
                 f"no driver for database {target}: {error}; install it, e.g. pip install 'tunedcomm[postgres]'"
             ) from None
-    uri = file_uri(path, readonly=readonly, immutable=immutable)
-    engine = create_engine(
+    mode = f"mode={'ro' if readonly else 'rwc'}{'&immutable=1' if immutable else ''}"
+    uri = f"file:{quote(os.fsencode(path.absolute()))}?{mode}"
+    engine = sa.create_engine(
         "sqlite://", creator=lambda: sqlite3.connect(uri, uri=True, timeout=busy_timeout_s, check_same_thread=False)
     )
 
-    @event.listens_for(engine, "connect")
+    @sa.event.listens_for(engine, "connect")
     def _on_connect(connection: sqlite3.Connection, _: object) -> None:
         set_up(connection, target, readonly=readonly, busy_timeout_s=busy_timeout_s)
 
-    @event.listens_for(engine, "before_cursor_execute")
-    def _on_query(_: Connection, cursor: sqlite3.Cursor, *_query: object) -> None:
+    @sa.event.listens_for(engine, "before_cursor_execute")
+    def _on_query(_: sa.Connection, cursor: sqlite3.Cursor, *_query: object) -> None:
         if readonly:
             deadline = time.monotonic() + QUERY_LIMIT_S
             cursor.connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS_A_LOOK)
 
-    @event.listens_for(engine, "begin")
-    def _on_begin(connection: Connection) -> None:
+    @sa.event.listens_for(engine, "begin")
+    def _on_begin(connection: sa.Connection) -> None:
         immediate = connection.get_execution_options().get(IMMEDIATE, False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
@@ -109,7 +109,7 @@ def make_engine(
 
 
 @contextmanager
-def connected(target: Target, *, readonly: bool = False, immutable: bool = False) -> Iterator[Connection]:
+def connected(target: Target, *, readonly: bool = False, immutable: bool = False) -> Iterator[sa.Connection]:
     """One connection to a database, in no transaction; driver errors come out as `DatabaseError`."""
     engine = make_engine(target, readonly=readonly, immutable=immutable)
     try:
@@ -119,16 +119,10 @@ def connected(target: Target, *, readonly: bool = False, immutable: bool = False
         engine.dispose()
 
 
-def exclusive(connection: Connection) -> None:
+def exclusive(connection: sa.Connection) -> None:
     """Exclude others that ask for this until the transaction ends; SQLite's write lock does so by itself."""
     if connection.dialect.name == "postgresql":
-        connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
-
-
-def file_uri(path: Path, *, readonly: bool, immutable: bool = False) -> str:
-    """SQLite's URI of a file, with which it is opened or attached."""
-    mode = f"mode={'ro' if readonly else 'rwc'}{'&immutable=1' if immutable else ''}"
-    return f"file:{quote(os.fsencode(path.absolute()))}?{mode}"
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
 
 
 _STEPS_A_LOOK = 100_000  # of SQLite's virtual machine between two looks at the clock, about a millisecond
@@ -228,7 +222,7 @@ def upgrade_database(target: str | Path, *, check: bool = False) -> Upgrade:
     return Upgrade(target=str(where), before=before, after=HEAD, copy=copy)
 
 
-def schema_version(connection: Connection) -> str | None:
+def schema_version(connection: sa.Connection) -> str | None:
     """The stored revision, or None where there is no version table."""
     if not sa.inspect(connection).has_table(VERSION_TABLE):
         return None
@@ -251,7 +245,7 @@ def _known_revision(target: Target, version: str | None) -> str:
     return version
 
 
-def _may_hold_tables(connection: Connection, target: Target) -> bool:
+def _may_hold_tables(connection: sa.Connection, target: Target) -> bool:
     """True where a writer may make its tables: a shared server's other tables do not matter, a file's do."""
     return target.path is None or not sa.inspect(connection).get_table_names()
 
@@ -262,7 +256,7 @@ def is_unused(target: Target) -> bool:
         return schema_version(connection) is None and _may_hold_tables(connection, target)
 
 
-def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: bool) -> str:
+def ensure_schema(engine: sa.Engine, target: Target, *, create: bool, readonly: bool) -> str:
     """Check the version, create or upgrade the tables where that is allowed, and return the version."""
     with engine.connect() as connection:
         version = schema_version(connection)
@@ -288,7 +282,7 @@ def create_file(path: Path) -> Target:
     return target
 
 
-def _migrate(connection: Connection, target: Target, *, create: bool) -> Path | None:
+def _migrate(connection: sa.Connection, target: Target, *, create: bool) -> Path | None:
     """Bring the tables to `HEAD` in one transaction; returns the copy that is kept of a SQLite file with older ones."""
     with connection.begin():
         # Looked at again under the lock: another process may have made the tables meanwhile.
@@ -318,7 +312,7 @@ def _migrate(connection: Connection, target: Target, *, create: bool) -> Path | 
         return copy
 
 
-def _create_tables(connection: Connection) -> None:
+def _create_tables(connection: sa.Connection) -> None:
     for metadata in (Base.metadata, WorkingBase.metadata, _VERSIONS.metadata):
         for table in metadata.tables.values():
             # SQLAlchemy makes indexes in the order of a set: another one in every process, and exports would differ.

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import sqlalchemy as sa
-from sqlalchemy import Connection, func, select
 
 from tunedcomm.db import engine, query
-from tunedcomm.db.engine import translated
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.records import Reader, Skipped, StoredVariant, Trial
 from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
@@ -342,9 +340,9 @@ def prune(
     before = None if database.path is None else num_bytes(database.path)
     invalid = check_rows(database, source_hash)[1].rows if selection.invalid else {}
 
-    def carry_out(connection: Connection) -> Pruned:
+    def carry_out(connection: sa.Connection) -> Pruned:
         conditions = _conditions(connection, selection, source_hash)
-        ids = set(connection.execute(select(TrialRow.id).where(*conditions)).scalars())
+        ids = set(connection.execute(sa.select(TrialRow.id).where(*conditions)).scalars())
         if selection.invalid:
             ids = {id_ for id_ in ids if ("trial", id_) in invalid}
         along, kept = _hidden_by_failures(connection, ids, elsewhere) if selection.failed else (set(), set())
@@ -352,8 +350,8 @@ def prune(
         _SELECTED.create(connection)  # an error rolls it back with all the rest
         if ids := (ids | along) - kept:
             connection.execute(sa.insert(_SELECTED), [{"id": id_} for id_ in ids])
-        selected = select(_SELECTED.c.id)
-        held, groups = query.count(connection, select(TrialRow.id)), _groups(connection)
+        selected = sa.select(_SELECTED.c.id)
+        held, groups = query.count(connection, sa.select(TrialRow.id)), _groups(connection)
         unused: dict[type[Base], sa.Select[Any]] = {}
         if database.path is not None:
             variants = [id_ for table, id_ in invalid if table == "variant"]
@@ -385,7 +383,9 @@ def prune(
     return replace(done, compacted=compacted, bytes_after=num_bytes(database.path))
 
 
-def _conditions(connection: Connection, selection: Selection, source_hash: SourceHash) -> list[sa.ColumnElement[bool]]:
+def _conditions(
+    connection: sa.Connection, selection: Selection, source_hash: SourceHash
+) -> list[sa.ColumnElement[bool]]:
     found: list[sa.ColumnElement[bool]] = []
     if selection.stale:
         stored = query.load_variants(connection, Reader())
@@ -397,7 +397,7 @@ def _conditions(connection: Connection, selection: Selection, source_hash: Sourc
     if selection.failed:
         found.append(TrialRow.status.in_(FAILURES))
     if selection.environments:
-        same = select(EnvironmentRow.id).where(EnvironmentRow.digest.in_(selection.environments))
+        same = sa.select(EnvironmentRow.id).where(EnvironmentRow.digest.in_(selection.environments))
         found.append(TrialRow.environment_id.in_(same))
     if selection.before is not None:
         found.append(TrialRow.created_at < selection.before)
@@ -405,7 +405,7 @@ def _conditions(connection: Connection, selection: Selection, source_hash: Sourc
 
 
 def _hidden_by_failures(
-    connection: Connection, ids: Collection[int], elsewhere: Iterable[Layer]
+    connection: sa.Connection, ids: Collection[int], elsewhere: Iterable[Layer]
 ) -> tuple[set[int], set[int]]:
     """Ids of good trials that the selected failures hide, and of selected failures that must stay.
 
@@ -424,9 +424,9 @@ def _hidden_by_failures(
         return set(), set()
     scopes = {scope(trial) for trial in failed}
 
-    def ran(connection: Connection) -> list[Trial]:
+    def ran(connection: sa.Connection) -> list[Trial]:
         """The trials within these scopes that ran."""
-        same = select(VariantRow.id).where(VariantRow.name.in_({trial.variant for trial in failed}))
+        same = sa.select(VariantRow.id).where(VariantRow.name.in_({trial.variant for trial in failed}))
         where = (TrialRow.status.in_(RAN), TrialRow.variant_id.in_(same))
         return [trial for trial in query.trials(connection, Reader(), *where) if scope(trial) in scopes]
 
@@ -449,7 +449,7 @@ def _hidden_by_failures(
     return hidden, {t.id for t in counting if t.id is not None and scope(t) in elsewhere_good}
 
 
-def _groups(connection: Connection) -> tuple[Mapping[str, Any], ...]:
+def _groups(connection: sa.Connection) -> tuple[Mapping[str, Any], ...]:
     """The selected trials, counted."""
     what: dict[str, Any] = {
         "gpu": EnvironmentRow.gpu,
@@ -458,9 +458,9 @@ def _groups(connection: Connection) -> tuple[Mapping[str, Any], ...]:
         "variant": VariantRow.name,
         "status": TrialRow.status,
     }
-    counts = (func.count().label("trials"), func.count().filter(TrialRow.final).label("finals"))
+    counts = (sa.func.count().label("trials"), sa.func.count().filter(TrialRow.final).label("finals"))
     counted = (
-        select(*(func.coalesce(column, "").label(name) for name, column in what.items()), *counts)
+        sa.select(*(sa.func.coalesce(column, "").label(name) for name, column in what.items()), *counts)
         .select_from(TrialRow)
         .join(_SELECTED, _SELECTED.c.id == TrialRow.id)
         # Rows that are not sound may refer to nothing.
@@ -477,7 +477,7 @@ def _compact(path: Path) -> bool:
     """Return free space to the file system, unless other processes use the database now."""
     try:
         with (
-            translated(parse_target(path)),
+            engine.translated(parse_target(path)),
             closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as connection,
         ):
             connection.execute("VACUUM")

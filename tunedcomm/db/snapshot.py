@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, Select, delete, exists, false, func, or_, select, true, tuple_, union_all
 
 from tunedcomm.db import query
-from tunedcomm.db import records as parse
 from tunedcomm.db.query import BEST_OF_VARIANT, load_problems_by_id, load_variants, raw, table
-from tunedcomm.db.records import Pin, Reader, Trial
+from tunedcomm.db.records import LATENCIES, LEAST_US, MOST_US, Pin, Reader, Trial, check_op
 from tunedcomm.db.schema import PinRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.values import DANGEROUS, id_of
 from tunedcomm.hardware import SOFT_FIELDS, Environment
@@ -78,11 +77,6 @@ _NEWEST = (TrialRow.created_at.desc(), TrialRow.latency_p50_us, TrialRow.id)
 _QUIETEST = (TrialRow.baseline_p50_us.is_(None), TrialRow.baseline_p50_us, *_NEWEST)
 
 
-def _newest(*where: Any) -> Select[Any]:
-    """The newest good trial of each candidate."""
-    return _first(1, _CANDIDATE, [_NEWEST], _OK, *where)
-
-
 def _finals(*where: Any) -> Select[Any]:
     """The newest good final of each candidate, and the one beside which the library was fastest."""
     return _first(1, _CANDIDATE, [_NEWEST, _QUIETEST], _OK, _IS_FINAL, *where)
@@ -110,29 +104,11 @@ def _finished(*columns: Any) -> Select[Any]:
     return select(*columns).where(_OK, _IS_FINAL, TrialRow.variant_id.in_(newest))
 
 
-# Of an `ok` trial or a failed one.
-_COLUMNS = tuple(
-    raw(column)
-    for column in (
-        TrialRow.id,
-        TrialRow.problem_id,
-        TrialRow.variant_id,
-        TrialRow.config,
-        TrialRow.config_digest,
-        TrialRow.status,
-        TrialRow.latency_p10_us,
-        TrialRow.latency_p50_us,
-        TrialRow.latency_p90_us,
-        TrialRow.samples,
-        TrialRow.baseline_p50_us,
-        TrialRow.final,
-        TrialRow.created_at,
-    )
-)
-
-
 # Columns whose values a `Row` has, too.
-_OF_ROWS = (*parse.LATENCIES, "samples", "final")
+_OF_ROWS = (*LATENCIES, "samples", "final")
+# Of an `ok` trial or a failed one.
+_READ = ("id", "problem_id", "variant_id", "config", "config_digest", "status", *_OF_ROWS, "created_at")
+_COLUMNS = tuple(raw(table(TrialRow).columns[name]) for name in _READ)
 
 
 def _parsed(connection: Connection, reader: Reader, *where: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -145,7 +121,7 @@ def _parsed(connection: Connection, reader: Reader, *where: Any) -> Iterator[tup
         if problem is None or variant is None:
             continue  # It was skipped and counted already, or is not there.
         try:
-            parse.check_op(variant, problem)
+            check_op(variant, problem)
             values = reader.trial(row._mapping)
             parsed = {name: values[name] for name in _OF_ROWS} | {
                 "problem": problem,
@@ -166,11 +142,11 @@ def ok_rows(
     world_size: int,
     reader: Reader,
     *,
-    serving: Environment | None = None,
-    layer: str = "user",
-    layer_rank: int = 0,
-    borrowed: bool = False,
-    like: Problem | None = None,
+    serving: Environment,
+    layer: str,
+    layer_rank: int,
+    borrowed: bool,
+    like: Problem | None,
 ) -> list[Row]:
     """The rows that a snapshot needs of one database: finals, and the best of each variant where there are none.
 
@@ -180,7 +156,7 @@ def ok_rows(
     of_world = _of_world(world_size, like)
     found: list[Row] = []
     for environment_id, environment in sorted(environments.items()):
-        drift = serving is not None and is_drift(serving, environment)
+        drift = is_drift(serving, environment)
         in_environment = TrialRow.environment_id == environment_id
         unfinished = of_world.where(ProblemRow.id.not_in(_finished(TrialRow.problem_id).where(in_environment)))
         finals = _finals(in_environment, TrialRow.problem_id.in_(of_world))
@@ -206,7 +182,7 @@ def _failed_trials(
         since.c.environment_id.in_(list(environments)),
         since.c.status == "ok",
         # As `Reader.trial` has it: any other trial is read by nobody.
-        p50.between(parse.LEAST_US, parse.MOST_US),
+        p50.between(LEAST_US, MOST_US),
         func.coalesce(since.c.latency_p10_us, p50) <= p50,
         func.coalesce(since.c.latency_p90_us, p50) >= p50,
         since.c.created_at <= reader.latest,
@@ -463,7 +439,7 @@ def needed_trials() -> Select[Any]:
     kept = (
         _finals(),
         _best_searched(searched),
-        _newest(tuple_(*candidate).in_(select(*candidate).where(failed))),
+        _first(1, _CANDIDATE, [_NEWEST], _OK, tuple_(*candidate).in_(select(*candidate).where(failed))),
         _first(1, _VARIANT, [last_first], TrialRow.status != "infeasible", variant.not_in(ran)),
     )
     return select(TrialRow.id).where(or_(failed, *map(TrialRow.id.in_, kept)))

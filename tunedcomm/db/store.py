@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from sqlalchemy import BigInteger, ColumnElement, Connection, Engine, delete, func, insert, literal, select, update
 
 from tunedcomm.db import engine, query
-from tunedcomm.db import records as parse
-from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial
+from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial, config_digest, own_columns
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.db.targets import (
     BUSY_TIMEOUT_S,
@@ -386,13 +385,13 @@ def trial_rows(connection: Connection, trials: Sequence[Trial]) -> list[dict[str
     variants = get_or_create(connection, (trial.stored_variant for trial in trials))
     return [
         {
-            **{column.name: getattr(trial, column.name) for column in parse.own_columns(TrialRow)},
+            **{column.name: getattr(trial, column.name) for column in own_columns(TrialRow)},
             "problem_id": problems[trial.problem],
             "environment_id": environments[trial.environment],
             "variant_id": variants[trial.stored_variant],
             "run_id": trial.run_id,
             "config": canonical_json(trial.config),
-            "config_digest": parse.config_digest(trial.config),
+            "config_digest": config_digest(trial.config),
         }
         for trial in trials
     ]

@@ -14,22 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import (
-    Column,
-    ColumnElement,
-    Connection,
-    MetaData,
-    String,
-    Table,
-    and_,
-    delete,
-    exists,
-    func,
-    insert,
-    select,
-    type_coerce,
-    update,
-)
+import sqlalchemy as sa
 
 from tunedcomm.db import query
 from tunedcomm.db.engine import connected, create_file
@@ -60,7 +45,7 @@ class Absorbed:
     known: int
 
 
-def absorb(connection: Connection, source: str | Path, skipped: Skipped | None = None) -> Absorbed:
+def absorb(connection: sa.Connection, source: str | Path, skipped: Skipped | None = None) -> Absorbed:
     """Copy all rows of a database into the open one, all or none; a row that both hold is there once.
 
     Environments, problems, variants and runs that are there already are used; a pin replaces an older one of the same
@@ -126,12 +111,12 @@ class _Refusal(Skipped):
         )
 
 
-def _write(connection: Connection, records: Iterable[Record]) -> tuple[int, int]:
+def _write(connection: sa.Connection, records: Iterable[Record]) -> tuple[int, int]:
     """Add records to a database, within a transaction; returns how many trials were given, and how many were there."""
-    had_variants = connection.execute(select(VariantRow.id).limit(1)).first() is not None
+    had_variants = connection.execute(sa.select(VariantRow.id).limit(1)).first() is not None
     ours = table(TrialRow)
-    columns = [Column(column.name, column.type) for column in ours.columns]
-    incoming = Table("incoming", MetaData(), *columns, prefixes=["TEMPORARY"])
+    columns = [sa.Column(column.name, column.type) for column in ours.columns]
+    incoming = sa.Table("incoming", sa.MetaData(), *columns, prefixes=["TEMPORARY"])
     incoming.create(connection, checkfirst=False)
     num_trials = 0
     # Id of a run in the source to its id in this database.
@@ -143,7 +128,7 @@ def _write(connection: Connection, records: Iterable[Record]) -> tuple[int, int]
                 for row in rows:
                     num_trials += 1
                     row |= {"id": num_trials, "run_id": runs.get(row["run_id"])}
-                connection.execute(insert(incoming), rows)
+                connection.execute(sa.insert(incoming), rows)
         elif kind is Run:
             runs |= {run.id: _run_id(connection, run) for run in group}
         elif kind is Pin:
@@ -154,51 +139,51 @@ def _write(connection: Connection, records: Iterable[Record]) -> tuple[int, int]
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("ANALYZE incoming")
     names = [column.name for column in ours.columns if column.name != "id"]
-    is_known = exists().where(_same(ours, incoming, names)).select_from(ours).correlate(incoming)
-    known = int(connection.execute(select(func.count()).select_from(incoming).where(is_known)).scalar_one())
-    new = select(*(incoming.c[name] for name in names)).where(~is_known).order_by(incoming.c.id)
-    connection.execute(insert(ours).from_select(names, new))
+    is_known = sa.exists().where(_same(ours, incoming, names)).select_from(ours).correlate(incoming)
+    known = int(connection.execute(sa.select(sa.func.count()).select_from(incoming).where(is_known)).scalar_one())
+    new = sa.select(*(incoming.c[name] for name in names)).where(~is_known).order_by(incoming.c.id)
+    connection.execute(sa.insert(ours).from_select(names, new))
     incoming.drop(connection, checkfirst=False)
     if had_variants and known < num_trials:
         _order_variants(connection)
     return num_trials, known
 
 
-def _run_id(connection: Connection, run: Run) -> int:
+def _run_id(connection: sa.Connection, run: Run) -> int:
     """The id of a run; a copy that was made while its command ran does not know its end."""
     ours = table(RunRow)
     values = {column.name: getattr(run, column.name) for column in own_columns(RunRow)}
     same = [ours.c[name].is_not_distinct_from(values[name]) for name in values if name != "finished_at"]
-    id_ = connection.execute(select(func.min(ours.c.id)).where(*same)).scalar()
+    id_ = connection.execute(sa.select(sa.func.min(ours.c.id)).where(*same)).scalar()
     if id_ is None:
-        id_ = connection.execute(insert(ours).values(values).returning(ours.c.id)).scalar_one()
+        id_ = connection.execute(sa.insert(ours).values(values).returning(ours.c.id)).scalar_one()
     elif run.finished_at is not None:
-        unfinished = update(ours).where(ours.c.id == id_, ours.c.finished_at.is_(None))
+        unfinished = sa.update(ours).where(ours.c.id == id_, ours.c.finished_at.is_(None))
         connection.execute(unfinished.values(finished_at=run.finished_at))
     return int(id_)
 
 
-def _add_pin(connection: Connection, pin: Pin) -> None:
+def _add_pin(connection: sa.Connection, pin: Pin) -> None:
     ours, candidate = table(PinRow), pin.candidate
     of = {
         "problem_id": get_or_create(connection, [pin.problem])[pin.problem],
         "environment_id": get_or_create(connection, [pin.environment])[pin.environment],
     }
-    same = and_(*(ours.c[name] == id_ for name, id_ in of.items()))
-    connection.execute(delete(ours).where(same, ours.c.created_at < pin.created_at))
-    if connection.execute(select(ours.c.id).where(same)).first() is None:
+    same = sa.and_(*(ours.c[name] == id_ for name, id_ in of.items()))
+    connection.execute(sa.delete(ours).where(same, ours.c.created_at < pin.created_at))
+    if connection.execute(sa.select(ours.c.id).where(same)).first() is None:
         values = {"reason": pin.reason, "user": pin.user, "created_at": pin.created_at}
         chosen = {"variant": candidate.variant, "config": canonical_json(candidate.config_dict)}
-        connection.execute(insert(ours).values(of | chosen | values))
+        connection.execute(sa.insert(ours).values(of | chosen | values))
 
 
-def _same(ours: Table, incoming: Table, names: list[str]) -> ColumnElement[bool]:
+def _same(ours: sa.Table, incoming: sa.Table, names: list[str]) -> sa.ColumnElement[bool]:
     """NULL equals NULL; where there is none a plain comparison lets a server use hashes and indexes."""
     pairs = [(ours.c[name], incoming.c[name]) for name in names]
-    return and_(*(one.is_not_distinct_from(other) if one.nullable else one == other for one, other in pairs))
+    return sa.and_(*(one.is_not_distinct_from(other) if one.nullable else one == other for one, other in pairs))
 
 
-def _order_variants(connection: Connection) -> None:
+def _order_variants(connection: sa.Connection) -> None:
     """Give of the variants of one name the highest number to the newest: the one whose first trial came last.
 
     A variant that changes its place gets a row of its own before its trials are moved there: a server checks references
@@ -206,10 +191,10 @@ def _order_variants(connection: Connection) -> None:
     """
     ours, trials = table(VariantRow), table(TrialRow)
     # As it is stored: all times of one database are in one form.
-    first = type_coerce(func.min(trials.c.created_at), String())
-    firsts = dict(map(tuple, connection.execute(select(trials.c.variant_id, first).group_by(trials.c.variant_id))))
+    first = sa.type_coerce(sa.func.min(trials.c.created_at), sa.String())
+    firsts = dict(map(tuple, connection.execute(sa.select(trials.c.variant_id, first).group_by(trials.c.variant_id))))
     groups: dict[tuple[str, str], list[Any]] = {}
-    for row in connection.execute(select(ours).order_by(ours.c.id)).mappings():
+    for row in connection.execute(sa.select(ours).order_by(ours.c.id)).mappings():
         groups.setdefault((row["op"], row["name"]), []).append(row)
     misplaced: list[Any] = []
     for rows in groups.values():
@@ -223,9 +208,9 @@ def _order_variants(connection: Connection) -> None:
     for row in misplaced:
         values = {name: value for name, value in row.items() if name != "id"}
         # Not under its final name yet, which the old row has until it is gone.
-        held = connection.execute(insert(ours).values({**values, "source_hash": f"moved from {row['id']}"}))
+        held = connection.execute(sa.insert(ours).values({**values, "source_hash": f"moved from {row['id']}"}))
         assert held.inserted_primary_key is not None
         new = held.inserted_primary_key[0]
-        connection.execute(update(trials).where(trials.c.variant_id == row["id"]).values(variant_id=new))
-        connection.execute(delete(ours).where(ours.c.id == row["id"]))
-        connection.execute(update(ours).where(ours.c.id == new).values(source_hash=row["source_hash"]))
+        connection.execute(sa.update(trials).where(trials.c.variant_id == row["id"]).values(variant_id=new))
+        connection.execute(sa.delete(ours).where(ours.c.id == row["id"]))
+        connection.execute(sa.update(ours).where(ours.c.id == new).values(source_hash=row["source_hash"]))
