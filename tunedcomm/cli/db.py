@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -19,8 +21,8 @@ from tunedcomm.cli.options import (
     EverywhereOption,
     HardwareOption,
     JsonOption,
-    OnlyOpOption,
     ProblemOptions,
+    StoredOptions,
     WrittenOption,
     bad_usage,
     changed_options,
@@ -46,7 +48,7 @@ from tunedcomm.cli.output import (
 from tunedcomm.cli.stored import (
     Contest,
     environment_for,
-    listed,
+    named_environments,
     on_hardware,
     open_to_write,
     pin_tables,
@@ -55,10 +57,10 @@ from tunedcomm.cli.stored import (
     read_each,
     read_layers,
     wanted_hardware,
+    with_every_layer,
 )
-from tunedcomm.errors import ConfigError, UnknownNameError
+from tunedcomm.errors import ConfigError
 from tunedcomm.metrics import format_bytes, format_us, plural
-from tunedcomm.selection.snapshot import matches
 from tunedcomm.spec import Candidate, Mode, Problem, admits, check_candidate, format_shape, get_variant
 
 if TYPE_CHECKING:
@@ -68,45 +70,34 @@ if TYPE_CHECKING:
     from tunedcomm.db.records import Pin, Trial
     from tunedcomm.db.transfer import Export, Transfer
     from tunedcomm.hardware import Environment
-    from tunedcomm.selection.select import Decision
     from tunedcomm.spec import Limits, Variant
 
 
 _LIST_COLUMNS: dict[str, Callable[[Contest], object]] = {
     **problem_columns("shape bytes dtype ranks mode input", attrgetter("problem")),
-    "winner": lambda contest: "(unknown op)" if contest.winner is None else contest.winner.candidate,
-    "p50 µs": lambda contest: format_us(None if contest.winner is None else contest.winner.latency_us),
-    "library µs": lambda contest: format_us(None if contest.winner is None else contest.winner.library_us),
-    "speed-up": lambda contest: "-" if contest.winner is None else _speed_up(contest.winner),
-    "trials": lambda contest: len(contest.trials),
+    "winner": lambda one: "(unknown op)" if one.winner is None else one.winner.candidate,
+    "p50 µs": lambda one: format_us(None if one.winner is None else one.winner.latency_us),
+    "library µs": lambda one: format_us(None if one.winner is None else one.winner.library_us),
+    "speed-up": lambda one: "-" if one.winner is None else format_ratio(one.winner.library_us, one.winner.latency_us),
+    "trials": lambda one: len(one.trials),
 }
 
 
 _NOTHING = "no trials of this hardware are stored; `tunedcomm tune` makes some, --all prints other hardware's"
 
 
-def _speed_up(answer: Decision) -> str:
-    return format_ratio(answer.library_us, answer.latency_us)
-
-
 def _made_by(contest: Contest) -> str:
     return "autotune" if contest.command.startswith("tunedcomm.autotune(") else ""
 
 
-def db_list(
-    *,
-    op: OnlyOpOption = None,
-    hardware: HardwareOption = None,
-    everything: EverywhereOption = False,
-    db: DatabaseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@takes(StoredOptions)
+def db_list(options: StoredOptions) -> None:
     """List this machine's problems with what dispatch answers by each database alone, and pins.
 
     Example: tunedcomm db list --op all_reduce --hardware H200
     """
-    is_wanted = wanted_hardware(hardware, everything=everything or db is not None)
-    found, pins = read_contests(db, is_wanted, op=op, with_winners=True)
+    is_wanted = wanted_hardware(options.hardware, everything=options.everything or options.db is not None)
+    found, pins = read_contests(options.db, is_wanted, op=options.op, with_winners=True)
     headings: dict[str, list[Contest]] = {}
     for contest in found:
         if contest.trials:
@@ -117,7 +108,7 @@ def db_list(
         by: dict[str, Callable[[Contest], object]] = {"by": _made_by} if any(map(_made_by, members)) else {}
         title = title_of(heading, (contest.problem for contest in members))
         text.append(Table.of(_LIST_COLUMNS | by, members, title))
-    show([_contest_to_dict(contest) for contest in found], [*text, *pin_tables(pins)], as_json=as_json)
+    show([_contest_to_dict(contest) for contest in found], [*text, *pin_tables(pins)], as_json=options.as_json)
 
 
 def _contest_to_dict(contest: Contest) -> dict[str, Any]:
@@ -263,7 +254,7 @@ def db_pin(
     chosen = get_variant(options.problem().op, variant)
     from tunedcomm.symm.layout import limits_for
 
-    layers = _with_every_layer(db)
+    layers = with_every_layer(db)
     environment = environment_for(hardware, layers)
     problem = options.problem_in(environment)
     limits = limits_for(environment, problem.world_size)
@@ -282,10 +273,6 @@ def db_pin(
         (pin,) = [pin for pin in opened.pins() if pin.id == id_]
     pinned = f"{problem} runs {candidate} on {environment}: pinned in {where}"
     show({"database": where, **pin_to_dict(pin)}, [pinned], as_json=as_json)
-
-
-def _with_every_layer(database: str | None) -> list[Layer]:
-    return [*([] if database is None else read_layers(database)), *read_layers(None)]
 
 
 def _check_measured(
@@ -330,7 +317,7 @@ def db_unpin(
 
     Example: tunedcomm db unpin --op all_reduce --shape 98304 --world-size 4
     """
-    environment = environment_for(hardware, _with_every_layer(db))
+    environment = environment_for(hardware, with_every_layer(db))
     problem = options.problem_in(environment)
     with open_to_write(db) as (opened, where):
         removed = opened.unpin(problem, environment=environment)
@@ -359,14 +346,8 @@ _STATS_COLUMNS: dict[str, Callable[[GroupStats], object]] = {
 }
 
 
-def db_stats(
-    *,
-    op: OnlyOpOption = None,
-    hardware: HardwareOption = None,
-    everything: EverywhereOption = False,
-    db: DatabaseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@takes(StoredOptions)
+def db_stats(options: StoredOptions) -> None:
     """Sum up this machine's trials by environment, op, world size, dtype and mode.
 
     `winners` counts the problems that each variant wins under the default numerics policy; `speed-up` is the geometric
@@ -377,25 +358,18 @@ def db_stats(
     """
     from tunedcomm import kernels
     from tunedcomm.db.maintenance import collect_stats
-    from tunedcomm.kernels import source_hash_of
 
     kernels.discover()
-    read = read_each(read_layers(db), lambda opened: collect_stats(opened, source_hash_of), is_strict=db is not None)
-    is_wanted, found = wanted_hardware(hardware, everything=everything or db is not None), []
-    for layer, stats in read:
-        groups = on_hardware(is_wanted, [group for group in stats.groups if op in (None, group.op)])
-        found.append((layer.name, replace(stats, groups=tuple(groups))))
-    value = [
-        {
-            "layer": name,
-            "database": stats.target,
-            **attributes(stats, "num_bytes schema rows"),
-            "groups": [{**jsonable(group), "library_share": group.library_share} for group in stats.groups],
-        }
-        for name, stats in found
-    ]
-    text = [part for name, stats in found for part in _stats_text(name, stats)]
-    show(value, text or ["no database is there; `tunedcomm tune --op all_reduce` makes one"], as_json=as_json)
+    is_wanted = wanted_hardware(options.hardware, everything=options.everything or options.db is not None)
+    value, text = list[dict[str, Any]](), list[str | Table]()
+    read = partial(collect_stats, source_hash=kernels.source_hash_of)
+    for layer, stats in read_each(read_layers(options.db), read, is_strict=options.db is not None):
+        groups = on_hardware(is_wanted, [group for group in stats.groups if options.op in (None, group.op)])
+        plain = [{**jsonable(group), "library_share": group.library_share} for group in groups]
+        head = {"layer": layer.name, "database": stats.target, **attributes(stats, "num_bytes schema rows")}
+        value.append({**head, "groups": plain})
+        text += _stats_text(layer.name, replace(stats, groups=tuple(groups)))
+    show(value, text or ["no database is there; `tunedcomm tune --op all_reduce` makes one"], as_json=options.as_json)
 
 
 def _stats_text(name: str, stats: DatabaseStats) -> Iterator[str | Table]:
@@ -436,27 +410,16 @@ def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     from tunedcomm import kernels
     from tunedcomm.db.maintenance import check_database
     from tunedcomm.db.targets import parse_target
-    from tunedcomm.kernels import source_hash_of
 
     kernels.discover()
-    found: list[dict[str, Any]] = [
-        {
-            "layer": layer.name,
-            "database": str(parse_target(layer.target)),
-            "findings": check_database(layer.target, source_hash_of),
-        }
-        for layer in read_layers(db)
-    ]
-    text = [
-        part
-        for one in found
-        for part in (
-            f"{one['layer']} database {one['database']}",
-            checkup(Line(*astuple(finding)) for finding in one["findings"]),
-        )
-    ]
+    found, text, is_sound = list[dict[str, Any]](), list[str | Table](), True
+    for layer in read_layers(db):
+        database, findings = str(parse_target(layer.target)), check_database(layer.target, kernels.source_hash_of)
+        found.append({"layer": layer.name, "database": database, "findings": findings})
+        text += [f"{layer.name} database {database}", checkup(Line(*astuple(finding)) for finding in findings)]
+        is_sound = is_sound and all(finding.level != "fail" for finding in findings)
     show(found, text, as_json=as_json)
-    if any(finding.level == "fail" for one in found for finding in one["findings"]):
+    if not is_sound:
         raise typer.Exit(1)
 
 
@@ -502,7 +465,6 @@ def db_prune(
     from tunedcomm.db.layers import layers_beside, writable_database
     from tunedcomm.db.maintenance import Selection, prune
     from tunedcomm.db.store import Database
-    from tunedcomm.kernels import source_hash_of
 
     kernels.discover()
     if not any((stale, superseded, failed, invalid, environment, older_than)):
@@ -511,11 +473,7 @@ def db_prune(
         )
     before = None if older_than is None else datetime.now(timezone.utc) - parse_age(older_than)
     with Database.open(writable_database(db), readonly=not yes) as opened:
-        stored = [] if environment is None else opened.environments()
-        matching = [there for there in stored if matches(environment or "", there)]
-        if environment is not None and not matching:
-            why = f"no stored environment matches --environment {environment!r}; stored are: {listed(stored)}"
-            raise UnknownNameError(why)
+        matching = [] if environment is None else named_environments("environment", environment, opened.environments())
         selection = Selection(
             stale=stale,
             superseded=superseded,
@@ -525,7 +483,7 @@ def db_prune(
             before=before,
         )
         elsewhere = layers_beside(db) if failed else []
-        done = prune(opened, selection, source_hash_of, dry_run=not yes, elsewhere=elsewhere)
+        done = prune(opened, selection, kernels.source_hash_of, dry_run=not yes, elsewhere=elsewhere)
     show({**asdict(done), "trials": done.trials}, _pruned_text(done), as_json=as_json)
 
 
@@ -620,13 +578,12 @@ def db_export(
 
     Example: tunedcomm db export --db tuned.db --db other-node.db cluster.db
     """
-    from tunedcomm.db.layers import named_layers
+    from tunedcomm.db.layers import user_database
     from tunedcomm.db.transfer import export_database, path_setting
 
     path = _file_named(out, form, as_json=as_json) if cluster is None else _cluster_file(cluster, out, form)
-    sources = [layer.target for target in db or (None,) for layer in named_layers(target)]
     into = sys.stdout if path is None else path
-    export = export_database(sources, into, form=form, everything=everything, force=force)
+    export = export_database(db or [user_database()], into, form=form, everything=everything, force=force)
     setting = None if cluster is None or export.path is None else path_setting(export.path)
     value = {
         "path": str(export.path),
@@ -662,8 +619,7 @@ def _file_named(out: str | None, form: FileFormat, *, as_json: bool) -> Path | N
     if out != "-":
         return Path(out)
     if form == "sqlite":
-        why = "a SQLite file cannot go to stdout; name a file, or another --format"
-        raise bad_usage("OUT", why)
+        raise bad_usage("OUT", "a SQLite file cannot go to stdout; name a file, or another --format")
     if as_json:
         raise bad_usage("--json", "stdout takes the rows or the JSON, not both; name a file")
     return None
@@ -727,10 +683,8 @@ def db_compile(
     for said in [said for one in done for said in one.errors]:
         note(said)
     none = "no winners for GPUs are stored" + (f" for {target}" if target else "")
-    found = [jsonable(one) for one in done]
-    show(
-        {"folder": folder, "targets": found}, [*(text or [none]), f"export TRITON_CACHE_DIR={folder}"], as_json=as_json
-    )
+    text = [*(text or [none]), f"export TRITON_CACHE_DIR={folder}"]
+    show({"folder": folder, "targets": done}, text, as_json=as_json)
     if not done or any(one.errors for one in done):
         raise typer.Exit(1)
 
@@ -788,16 +742,13 @@ def db_merge(
     done = merge_databases(sources, into)
     # Counts by the names that JSON has for them; the table shows the first three.
     kinds = {"new": "only after", "winner_changed": "winner", "latency_changed": "latency", "gone": "only before"}
-    counts = [
-        {name: sum(change.kind == kind for change in comparison.changes) for name, kind in kinds.items()}
-        for comparison in done.comparisons
-    ]
-    environments = [
-        {"environment": comparison.after, **attributes(comparison, "world_size problems"), **found}
-        for comparison, found in zip(done.comparisons, counts, strict=True)
-    ]
+    environments: list[dict[str, Any]] = []
+    for comparison in done.comparisons:
+        found = Counter[str](change.kind for change in comparison.changes)
+        head = {"environment": comparison.after, **attributes(comparison, "world_size problems")}
+        environments.append({**head, **{name: found[kind] for name, kind in kinds.items()}})
     names = ("environment", "ranks", "problems", "new", "another winner", "another latency")
-    rows = [(named(found["environment"]), *list(found.values())[1:6]) for found in environments]
+    rows = [(named(each["environment"]), *list(each.values())[1:6]) for each in environments]
     text = [*_transfer_text(done), "The database now answers:", Table(names, rows)]
     show({**_transfer_to_dict(done), "environments": environments}, text, as_json=as_json)
 

@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 import typer
@@ -219,21 +219,24 @@ class SweepOptions:
         return (spec.scalings[0], *known) if any(known) else ()
 
 
-Options = TypeVar("Options", bound="ProblemOptions | SweepOptions")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredOptions:
+    """The options that say which rows of databases to show: of `db list` and of `db stats`."""
+
+    op: OnlyOpOption = None
+    hardware: HardwareOption = None
+    everything: EverywhereOption = False
+    db: DatabaseOption = None
+    as_json: JsonOption = False
+
+
+Options = TypeVar("Options", bound="ProblemOptions | SweepOptions | StoredOptions")
 
 
 def takes(options: type[Options]) -> Callable[[Callable[Concatenate[Options, ...], None]], Callable[..., None]]:
     """Decorator of a verb whose first argument is `options`: typer sees the fields as options of the verb."""
     hints = get_type_hints(options, include_extras=True)
-    shared = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.signature(options).parameters[field.name].default,
-            annotation=hints[field.name],
-        )
-        for field in fields(options)
-    ]
+    shared = [one.replace(annotation=hints[one.name]) for one in inspect.signature(options).parameters.values()]
 
     def decorate(verb: Callable[Concatenate[Options, ...], None]) -> Callable[..., None]:
         @functools.wraps(verb)

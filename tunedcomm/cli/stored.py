@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,11 @@ def read_layers(database: str | None) -> Sequence[Layer]:
     if database is not None:
         return named_layers(database)
     return [layer for layer in all_layers() if not is_absent(layer)]
+
+
+def with_every_layer(database: str | None) -> list[Layer]:
+    """Every layer that exists, after the named database."""
+    return [*([] if database is None else read_layers(database)), *read_layers(None)]
 
 
 @contextmanager
@@ -100,9 +105,16 @@ def stored_environments(
     return found
 
 
-def listed(environments: Iterable[Environment]) -> str:
-    """`NVIDIA H200 (1a2b3c4d), ...`, or none."""
-    return ", ".join(sorted({f"{there.gpu} ({there.digest[:8]})" for there in environments})) or "none"
+def named_environments(option: str, name: str, stored: Collection[Environment]) -> list[Environment]:
+    """The stored environments that the value of an option means.
+
+    Raises:
+        UnknownNameError: it means none.
+    """
+    if matching := [there for there in stored if matches(name, there)]:
+        return matching
+    known = ", ".join(sorted({f"{there.gpu} ({there.digest[:8]})" for there in stored})) or "none"
+    raise UnknownNameError(f"no stored environment matches --{option} {name!r}; stored are: {known}")
 
 
 def environment_for(hardware: str | None, layers: Sequence[Layer], serving: Problem | None = None) -> Environment:
@@ -116,9 +128,7 @@ def environment_for(hardware: str | None, layers: Sequence[Layer], serving: Prob
             note("no GPU here: answering for the host backend; use --hardware for stored GPU environments")
         return machine
     stored = stored_environments(layers, serving)
-    matching = [there for there in stored if matches(hardware, there)]
-    if not matching:
-        raise UnknownNameError(f"no stored environment matches --hardware {hardware!r}; stored are: {listed(stored)}")
+    matching = named_environments("hardware", hardware, stored)
     preferred = [there for there in matching if stored[there]] or matching
     if len({there.hard_key for there in preferred}) > 1:
         choices = "; ".join(f"{there.digest[:8]} = {there}" for there in preferred)
