@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import shlex
@@ -11,7 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -61,7 +59,7 @@ from tunedcomm.cli.output import (
     show,
 )
 from tunedcomm.cli.progress import duration, say, shown
-from tunedcomm.cli.stored import open_to_write, read_each, read_layers
+from tunedcomm.cli.stored import open_to_write, read_each, read_layers, with_every_layer
 from tunedcomm.errors import DatabaseAccessError, TuningError
 from tunedcomm.metrics import format_us, plural
 from tunedcomm.spec import Problem, admits, format_shape, variants
@@ -143,7 +141,7 @@ def tune(
     if is_spare_copy():
         return
     ranks = options.ranks(backend)
-    op, missed = options.op, dict[str, tuple[Problem, ...]]()
+    op, missed = options.op, list[Problem]()
     if from_misses:
         _check_alone(context)
         only = None if op is None else known_op(op).name
@@ -151,12 +149,12 @@ def tune(
         if not missed:
             show([], [], as_json=as_json)
             return
-        op = next(iter(missed))
+        op = missed[0].op
     if op is None:
         raise bad_usage("--op", "it is missing; pass e.g. --op all_reduce")
     spec = known_op(op)
     from tunedcomm.tuner.machine import machine_settings
-    from tunedcomm.tuner.search.spec import SweepSpec
+    from tunedcomm.tuner.search.spec import SweepSpec, problems_of
 
     usual = machine_settings(backend_or_default(backend), ranks, parse_gangs(gangs))
     if backend is None and usual.backend == "host":
@@ -182,11 +180,14 @@ def tune(
         in_place={"no": (False,), "yes": (True,), "both": (False, True)}[in_place],
         budget_s=None if budget is None else parse_budget(budget),
         command=shlex.join(["tunedcomm", *sys.argv[1:]]),
+        problems=tuple(missed),
     )
-    if missed:
-        wanted = replace(wanted, problems=tuple(itertools.chain.from_iterable(missed.values())))
+    try:
+        problems = problems_of(wanted)  # before a database is made
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if dry_run:
-        _show_plan(wanted, db, as_json=as_json)
+        _show_plan(wanted, problems, db, as_json=as_json)
         return
     outcome, url = run_sweep(wanted, db, as_json=as_json)
     summary = _to_dict(outcome, url)
@@ -202,17 +203,12 @@ _PLAN_COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-def _show_plan(spec: SweepSpec, database: str | None, *, as_json: bool) -> None:
+def _show_plan(spec: SweepSpec, problems: Sequence[Problem], database: str | None, *, as_json: bool) -> None:
     """Print a sweep's problems, the number of their candidates, and how long earlier sweeps took for as many trials."""
     from tunedcomm.symm.layout import limits_for
     from tunedcomm.tuner.machine import environment_of
-    from tunedcomm.tuner.search.spec import problems_of
     from tunedcomm.tuner.search.study import search_space
 
-    try:
-        problems = problems_of(spec)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     environment = environment_of(spec.settings.backend)
     limits, rows = limits_for(environment, spec.settings.world_size), list[dict[str, Any]]()
     for problem in problems:
@@ -306,13 +302,8 @@ def run_sweep(
     spec: SweepSpec, database: str | None, *, as_json: bool = False, is_quiet: bool = False
 ) -> tuple[SweepOutcome, str]:
     """Run a sweep with its progress on stderr, `is_quiet` only on a terminal; returns its outcome and its database."""
-    from tunedcomm.tuner.search.spec import problems_of
     from tunedcomm.tuner.search.sweep import sweep
 
-    try:
-        problems_of(spec)  # before a database is made
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     with open_to_write(database, create=True, patience_s=settings.db_patience_s()) as (opened, url):
         ops = dict.fromkeys(problem.op for problem in spec.problems) or [spec.op]
         say(f"tuning {', '.join(ops)}, storing in {url}", as_json=as_json)
@@ -420,10 +411,8 @@ def _check_alone(context: typer.Context) -> None:
         raise bad_usage("--from-misses", "TUNEDCOMM_MISS_LOG switches the log off; unset it, or name the file to read")
 
 
-def _missed_problems(
-    op: str | None, *, world_size: int, backend: Backend, database: str | None
-) -> dict[str, tuple[Problem, ...]]:
-    """Op to its problems in the log that are still not tuned here, most called first; says on stderr what was taken."""
+def _missed_problems(op: str | None, *, world_size: int, backend: Backend, database: str | None) -> list[Problem]:
+    """Problems in the log that are still not tuned here, op by op, most called first; says on stderr what was taken."""
     from tunedcomm import kernels
     from tunedcomm.db import misses as miss_log
     from tunedcomm.symm.layout import limits_for
@@ -446,7 +435,7 @@ def _missed_problems(
     sized = [miss for miss in local if miss.problem.world_size == world_size]
     tuned = _tuned({miss.problem for miss in sized}, environment, world_size, database)
     wanted = [miss for miss in sized if miss.problem not in tuned and _can_be_tuned(miss.problem, limits)]
-    with contextlib.suppress(OSError):  # the log is as good without this
+    with suppress(OSError):  # the log is as good without this
         if tuned or skipped or path.stat().st_size > _LARGE_BYTES:
             miss_log.compact(path, without={(environment.hard_key, problem) for problem in tuned})
     where = f"for {world_size} ranks on {environment}"
@@ -460,21 +449,18 @@ def _missed_problems(
         note(f"  and {len(wanted) - _PRINTED} more")
     if others := sorted({miss.problem.world_size for miss in local} - {world_size}):
         note(f"the log also holds problems of world size {', '.join(map(str, others))}: pass --world-size for those")
-    found: dict[str, tuple[Problem, ...]] = {}
-    for miss in wanted:
-        found[miss.problem.op] = (*found.get(miss.problem.op, ()), miss.problem)
-    return found
+    ops = list(dict.fromkeys(miss.problem.op for miss in wanted))
+    return sorted((miss.problem for miss in wanted), key=lambda problem: ops.index(problem.op))
 
 
 def _tuned(problems: set[Problem], environment: Environment, world_size: int, database: str | None) -> set[Problem]:
     """Problems that are pinned, or whose sweep ended with the current kernels."""
-    from tunedcomm.db.layers import is_absent, load_snapshot, named_layers
+    from tunedcomm.db.layers import load_snapshot
     from tunedcomm.kernels import source_hash_of
 
     if not problems:
         return set()
-    named = [] if database is None else [layer for layer in named_layers(database) if not is_absent(layer)]
-    snapshot = load_snapshot(environment, world_size, layers=[*named, *read_layers(None)])
+    snapshot = load_snapshot(environment, world_size, layers=with_every_layer(database))
     found = problems & {pin.problem for pin in snapshot.pins}
     for problem in problems - found:
         rows = [row for row in snapshot.family_rows(problem) if row.problem == problem]
