@@ -28,6 +28,7 @@ from tunedcomm.cli.stored import environment_here, read_each, read_layers, store
 from tunedcomm.errors import DatabaseError, SettingError
 from tunedcomm.hardware import Environment, advice, nearest, version_of
 from tunedcomm.metrics import format_bytes, plural
+from tunedcomm.selection.snapshot import Snapshot, loans, matches
 from tunedcomm.version import VERSION
 
 OLDEST = {"torch": "2.9", "triton": "3.6"}
@@ -198,16 +199,13 @@ def _is_unused(target: str) -> bool:
     from tunedcomm.db.engine import is_unused
     from tunedcomm.db.targets import parse_target
 
-    try:
+    with contextlib.suppress(DatabaseError):
         return is_unused(parse_target(target))
-    except DatabaseError:
-        return False
+    return False
 
 
 def check_this_machine() -> Iterator[Line]:
     """Measurements of hardware like this, or of hardware whose rows serve here, in any database."""
-    from tunedcomm.selection.snapshot import loans
-
     machine = environment_here()
     stored = stored_environments(read_layers(None), is_quiet=True)
     like = [environment for environment in stored if environment.hard_key == machine.hard_key]
@@ -239,17 +237,14 @@ def check_this_machine() -> Iterator[Line]:
 
 def _tuned_ops(machine: Environment) -> tuple[list[str], list[str]]:
     """Ops with a kernel measured at all of their default sizes, in some dtype and number of ranks; ops with others."""
-    from tunedcomm.db.layers import load_snapshot
     from tunedcomm.spec import ITEMSIZE, get_op, ops
 
     _discover()
-    layers = read_layers(None)
-    counts = read_each(layers, lambda database: {problem.world_size for problem in database.problems()}, is_quiet=True)
     shapes: dict[tuple[str, str, int], set[tuple[int, ...]]] = {}
-    for num_ranks in set().union(*(found for _, found in counts)):
-        for row in load_snapshot(machine, num_ranks, layers=layers).rows:
+    for snapshot in _snapshots(machine):
+        for row in snapshot.rows:
             if row.candidate.variant != "library" and row.problem.op in ops():
-                key = row.problem.op, row.problem.dtype, num_ranks
+                key = row.problem.op, row.problem.dtype, snapshot.world_size
                 shapes.setdefault(key, set()).add(row.problem.shape)
     backend = "host" if machine.is_host else "cuda"
     whole = {
@@ -260,10 +255,18 @@ def _tuned_ops(machine: Environment) -> tuple[list[str], list[str]]:
     return sorted(whole), sorted({op for op, *_ in shapes} - whole)
 
 
+def _snapshots(machine: Environment) -> list[Snapshot]:
+    """The merged rows for this machine, for each number of ranks that a database has problems of."""
+    from tunedcomm.db.layers import load_snapshot
+
+    layers = read_layers(None)
+    counts = read_each(layers, lambda database: {problem.world_size for problem in database.problems()}, is_quiet=True)
+    world_sizes = sorted(set().union(*(found for _, found in counts)))
+    return [load_snapshot(machine, world_size, layers=layers) for world_size in world_sizes]
+
+
 def check_borrowing(names: Sequence[str]) -> Iterator[Line]:
     """Hardware of these names, which may or may not stand in for this machine."""
-    from tunedcomm.selection.snapshot import loans, matches
-
     names = [name for name in names if name != settings.SIBLINGS]
     stored = stored_environments(read_layers(None), is_quiet=True)
     for name in names:
@@ -468,23 +471,19 @@ def _defined(path: Path, owner: str) -> set[str]:
 
 def _tuned_calls(op: str) -> str:
     """Measured problems of an op on this machine, by number of ranks: how many a kernel serves, from which layers."""
-    from tunedcomm.db.layers import load_snapshot
     from tunedcomm.dispatch.decide import decide
     from tunedcomm.symm.layout import limits_for
 
-    machine, layers = environment_here(), read_layers(None)
-    sizes = read_each(layers, lambda database: {problem.world_size for problem in database.problems()}, is_quiet=True)
-    parts = []
-    for num_ranks in sorted(set().union(*(found for _, found in sizes))):
-        snapshot = load_snapshot(machine, num_ranks, layers=layers)
+    machine, parts = environment_here(), []
+    for snapshot in _snapshots(machine):
         problems = {row.problem for row in snapshot.rows if row.problem.op == op}
-        decisions = [decide(problem, snapshot, limits_for(machine, num_ranks)) for problem in problems]
+        limits = limits_for(machine, snapshot.world_size)
+        decisions = [decide(problem, snapshot, limits) for problem in problems]
         served = [decision for decision in decisions if decision.candidate.variant != "library"]
         if problems:
             named = ", ".join(sorted({decision.layer for decision in served if decision.layer}))
-            parts.append(
-                f"{num_ranks} ranks: {len(served)} of {len(problems)} measured problems" + f" ({named})" * bool(named)
-            )
+            what = f"{len(served)} of {len(problems)} measured problems" + (f" ({named})" if named else "")
+            parts.append(f"{snapshot.world_size} ranks: {what}")
     return "; ".join(parts)
 
 

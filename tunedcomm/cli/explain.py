@@ -121,9 +121,7 @@ def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence
                 best[trial.variant] = min(trial.latency_p50_us, best.get(trial.variant, trial.latency_p50_us))
             elif trial.status != "infeasible":
                 found[trial.variant] = f"{trial.status}: {trial.reason}" if trial.reason else trial.status
-        found.update(
-            {name: f"{format_us(latency_us)} µs at best where it was tried" for name, latency_us in best.items()}
-        )
+        found |= {name: f"{format_us(latency_us)} µs at best where it was tried" for name, latency_us in best.items()}
     return found
 
 

@@ -111,11 +111,6 @@ class Projection:
     k: int
 
 
-def parse_catalog(text: str) -> dict[str, Model]:
-    """Read a catalogue in the form of models.json; names in the file's order."""
-    return {name: _model(name, entry) for name, entry in json.loads(text)["models"].items()}
-
-
 def _model(name: str, entry: Mapping[str, Any]) -> Model:
     values = {**entry, "name": name, "aliases": tuple(entry.get("aliases", ()))}
     values["source"] = Source(**{**entry["source"], "read": tuple(entry["source"]["read"])})
@@ -127,8 +122,9 @@ def _model(name: str, entry: Mapping[str, Any]) -> Model:
 
 @functools.cache
 def catalog() -> dict[str, Model]:
-    """The models that ship with tunedcomm, by name."""
-    return parse_catalog(files("tunedcomm.cli").joinpath("models.json").read_text(encoding="utf-8"))
+    """The models that ship with tunedcomm, by name, in the order of models.json."""
+    text = files("tunedcomm.cli").joinpath("models.json").read_text(encoding="utf-8")
+    return {name: _model(name, entry) for name, entry in json.loads(text)["models"].items()}
 
 
 def find_model(name: str) -> Model:

@@ -17,9 +17,9 @@ from datetime import datetime
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
-from tunedcomm.errors import UnknownNameError, printable
+from tunedcomm.errors import printable
 from tunedcomm.metrics import format_bytes
-from tunedcomm.spec import Candidate, OpSpec, Problem, format_shape, get_op
+from tunedcomm.spec import Candidate, OpSpec, Problem, find_op, format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
@@ -260,10 +260,7 @@ def _spec(problem: Problem) -> OpSpec | None:
     from tunedcomm import kernels  # what reads no problem needs no op
 
     kernels.discover()
-    try:
-        return get_op(problem.op)
-    except UnknownNameError:
-        return None
+    return find_op(problem.op)
 
 
 def message_of(problem: Problem) -> str:

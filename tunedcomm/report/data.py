@@ -20,7 +20,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.metrics import algbw_gb_s
 from tunedcomm.selection.score import Pool
 from tunedcomm.selection.select import Decision, Registered, measured_pool
-from tunedcomm.spec import Candidate, InputKind, Mode, OpSpec, Problem, format_shape, get_op, ops, parse_shape, variants
+from tunedcomm.spec import Candidate, InputKind, Mode, OpSpec, Problem, find_op, format_shape, parse_shape, variants
 from tunedcomm.symm.layout import limits_for
 
 LIBRARY = "library"
@@ -69,7 +69,7 @@ class Group:
     def spec(self) -> OpSpec | None:
         """The op; None if this tunedcomm does not have it."""
         kernels.discover()
-        return ops().get(self.op)
+        return find_op(self.op)
 
     @property
     def is_gemm(self) -> bool:
@@ -277,15 +277,13 @@ def read_csv(path: Path) -> BenchFile:
                 try:
                     if is_rules:
                         found.rules.append(_rule(row))
-                        continue
-                    measured = _bench_row(row, found.name)
+                    else:
+                        found.rows.append(_bench_row(row, found.name))
+                        software = {name: row.get(name, "") for name in _SOFTWARE}
+                        if software not in found.software:
+                            found.software.append(software)
                 except (ValueError, TypeError) as error:
                     found.skipped[reader.line_num] = str(error)
-                    continue
-                found.rows.append(measured)
-                software = {name: row.get(name, "") for name in _SOFTWARE}
-                if software not in found.software:
-                    found.software.append(software)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return found
@@ -360,7 +358,7 @@ class StoredDispatch:
 
     def decide(self, problem: Problem, environment: Environment) -> tuple[Decision | None, Pool]:
         """Dispatch's decision and the candidates compared; none for an op that this tunedcomm does not have."""
-        if problem.op not in ops():
+        if find_op(problem.op) is None:
             return None, Pool((), None)
         snapshot = self._snapshot(environment, problem.world_size)
         limits = limits_for(environment, problem.world_size)
@@ -389,7 +387,7 @@ def measurements(stored: StoredFile, dispatch: StoredDispatch) -> list[Measured]
 def _of_problem(
     origin: str, problem: Problem, environment: Environment, trials: dict[Candidate, Trial], dispatch: StoredDispatch
 ) -> Iterable[Measured]:
-    decision, pool = dispatch.decide(problem, environment)
+    spec, (decision, pool) = find_op(problem.op), dispatch.decide(problem, environment)
     scored = {one.candidate: one for one in pool.scored}
     chosen = None if decision is None else decision.candidate
 
@@ -414,11 +412,11 @@ def _of_problem(
     for name, trial in kept.items():
         assert trial.latency_p50_us is not None
         is_chosen = chosen is not None and (chosen == trial.candidate or name == LIBRARY == chosen.variant)
-        common, copies = replace(problem, shape=()), decision is not None and get_op(problem.op).library_copies(problem)
+        common, copies = replace(problem, shape=()), spec is not None and spec.library_copies(problem)
         yield Measured(
             group=Group(origin, common, environment.gpu, environment.fabric, library_copies=copies),
             shape=format_shape(problem.shape),
-            message_bytes=problem.nbytes if decision is None else get_op(problem.op).message_bytes(problem),
+            message_bytes=problem.nbytes if spec is None else spec.message_bytes(problem),
             contender=name,
             config=str(trial.candidate),
             latency_p50_us=trial.latency_p50_us,

@@ -13,7 +13,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -211,7 +210,7 @@ def sections(material: Material) -> list[Section]:
     regret = [
         regret_panel(file.name, world_size, list(rules))
         for file in material.files
-        for world_size, rules in groupby(sorted(file.rules, key=by_ranks), by_ranks)
+        for world_size, rules in itertools.groupby(sorted(file.rules, key=by_ranks), by_ranks)
     ]
     failures = [failure_panel(stored) for stored in material.databases]
 
