@@ -1,5 +1,7 @@
 """Kernels by op: a folder's `op.py` declares an op, or several that share kernels; its other files hold their variants.
 
+Variants without a kernel of ours that need a few lines stand in `op.py`, too.
+
 `discover()` imports them all, which fills the registries of `tunedcomm.spec`, and then what other packages bring.
 """
 

@@ -1,4 +1,7 @@
-"""all_gather: every rank gets all ranks' inputs, one after another in rank order; the base class of its variants."""
+"""all_gather: every rank gets all ranks' inputs, one after another in rank order.
+
+Base class of its variants, `library` and `host_one_shot`, all with numerics ordered: bits are moved.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.fp8 import WIRES
 from tunedcomm.kernels.common.feasibility import Launch, refuse_result
+from tunedcomm.kernels.common.host import HostStage, HostVariant
 from tunedcomm.kernels.common.reference import draw_any, rank_hidden_states, register_move
 from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, Workspace, all_gather_single
 from tunedcomm.space import Config
@@ -79,3 +83,23 @@ class Library(LibraryVariant, registered=True):
                 gather(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
 
         return run
+
+
+class HostOneShot(HostVariant, registered=True):
+    """A pass through the ring of slots in shared memory (`symm.ring`): every rank copies what its peers published."""
+
+    op = "all_gather"
+    name = "host_one_shot"
+    summary = "CPU tensors: every rank copies its peers' inputs from shared memory"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        stage, nbytes = HostStage(workspace, problem, config), problem.nbytes
+        own_slots, addresses, copy, at_own = stage.own_slots, stage.addresses, stage.copy, stage.ring.rank * nbytes
+        peers = [rank for rank in range(problem.world_size) if rank != stage.ring.rank]
+
+        def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
+            copy(at_out + at_own + first, at_x + first, size)
+            for peer in peers:
+                copy(at_out + peer * nbytes + first, addresses[peer][slot], size)
+
+        return stage.one_pass(lambda slot, at_x, first, size: copy(own_slots[slot], at_x + first, size), take)

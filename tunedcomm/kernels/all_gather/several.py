@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_gather.host import HostOneShot
+from tunedcomm.kernels.all_gather.op import HostOneShot
 from tunedcomm.kernels.common.feasibility import Launch, packets_a_block
 from tunedcomm.kernels.common.host import HostComposed
 from tunedcomm.kernels.common.lamport import begin_call, end_call, launch_next

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunedcomm.fp8 import E4M3_MAX, GROUP, to_e4m3
+from tunedcomm.kernels.all_reduce.host import HostUnfused
 from tunedcomm.kernels.all_reduce.op import library_reduction, refuse_rows
 from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_block
 from tunedcomm.kernels.common.feasibility import Launch, refuse_residence
@@ -62,7 +63,7 @@ _FORMS = [
         for parts in itertools.product(("", "columns"), ("", "pow2"), ("", "norm"))
     ),
 ]
-_ELEMENTS = 1 << 22  # of the rows that `in_order` normalises together
+_ELEMENTS, _HOST_ELEMENTS = 1 << 22, 32767  # of the rows that `in_order` and `host_unfused` normalise together
 _MIN_SHARE = 4  # grids below a quarter of the rows that could run side by side never win
 
 
@@ -517,5 +518,35 @@ class InOrder(InOrderVariant, registered=True):
             s = torch.empty(problem.shape, dtype=given.x.dtype, device=given.x.device)
             reduce_in_order(given.x.view(-1), s.view(-1), "sum", workspace.group)
             norm_rows(problem, given, s, outputs, max(_ELEMENTS // problem.shape[1], 1))
+
+        return run
+
+
+class HostRmsNorm(HostUnfused, registered=True):
+    """all_reduce's host variants, then PyTorch on a few rows at a time. Numerics: ordered.
+
+    As many rows go together as stay in the cache with their intermediate results, too few for PyTorch's threads.
+    """
+
+    op = "all_reduce_rms_norm"
+    summary = "CPU tensors: all_reduce in shared memory, then PyTorch operators row by row"
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if problem.dtype not in SUM_DTYPES:
+            return f"sums of squares are made in fp32, which is too narrow for {problem.dtype}"
+        return None
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        reduce, (tokens, hidden) = self.collectives(problem, config)[0].bind(workspace), problem.shape
+        max_rows = max(_HOST_ELEMENTS // hidden, 1)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            given, h = given_of(problem, inputs), outputs[1].view(tokens, hidden)
+            shared = given.residual is not None and given.residual.data_ptr() == h.data_ptr()
+            s = torch.empty_like(h) if shared else h
+            reduce((given.x,), (s,), stream)
+            norm_rows(problem, given, s, outputs, max_rows)
 
         return run

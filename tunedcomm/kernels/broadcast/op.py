@@ -1,4 +1,4 @@
-"""broadcast: every rank gets one rank's input; the base class of its variants, and the library's.
+"""broadcast: every rank gets one rank's input; the base class of its variants, `library` and `host_one_shot`.
 
 Launches take the input, the root's rank within the group, and the output, which may be the input. Only the root's input
 is read; the others' only say how many elements come.
@@ -6,11 +6,13 @@ is read; the others' only say how many elements come.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.launch import Argument
+from tunedcomm.kernels.common.host import HostStage, HostVariant
+from tunedcomm.kernels.common.launch import AddressLaunch, Argument
 from tunedcomm.kernels.common.reference import draw_any, hidden_states, outputs_like, register_move
 from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, Workspace
 from tunedcomm.space import Config
@@ -84,3 +86,37 @@ class Library(LibraryVariant, registered=True):
             dist.broadcast(sent, group=group, group_src=root)
 
         return run
+
+
+class HostOneShot(HostVariant, registered=True):
+    """A pass through the ring of slots in shared memory (`symm.ring`): every rank copies the root's slots.
+
+    All ranks publish and wait, so that no rank runs ahead of the slots that its peers still read. Numerics: ordered.
+    """
+
+    op = "broadcast"
+    name = "host_one_shot"
+    summary = "CPU tensors: the root's input goes through shared memory"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        stage = HostStage(workspace, problem, config)
+        slots, copy, rank = stage.addresses, stage.copy, stage.ring.rank
+
+        @functools.cache
+        def launch_of(root: int) -> AddressLaunch:
+            def put(slot: int, at_x: int, first: int, size: int) -> None:
+                if rank == root:
+                    copy(slots[rank][slot], at_x + first, size)
+
+            def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
+                if rank != root:
+                    copy(at_out + first, slots[root][slot], size)
+                elif at_out != at_x:
+                    copy(at_out + first, at_x + first, size)
+
+            return stage.one_pass(put, take)
+
+        def run(stream: int, at_x: int, at_out: int, root: int) -> None:
+            launch_of(root).by_address(stream, at_x, at_out)
+
+        return AddressLaunch(run, addresses)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from tunedcomm.kernels.all_gather.host import HostOneShot as GatherCounts
+from tunedcomm.kernels.all_gather.op import HostOneShot as GatherCounts
 from tunedcomm.kernels.by_counts.op import DEVICE, GATHER, PADDED, SCATTER, note_clamped
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import REDUCED, HostStage, HostVariant, ScatterVariant

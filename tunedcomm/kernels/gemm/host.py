@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tunedcomm.kernels.all_gather.host import HostOneShot as GatherOneShot
+from tunedcomm.kernels.all_gather.op import HostOneShot as GatherOneShot
 from tunedcomm.kernels.all_reduce.host import HostUnfused
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import HostComposed
 from tunedcomm.kernels.common.variant import Collective, Workspace
 from tunedcomm.kernels.gemm.op import bind_gathered, bind_product, gemm_layout, rows_of
-from tunedcomm.kernels.reduce_scatter.host import HostOneShot as ScatterOneShot
+from tunedcomm.kernels.reduce_scatter.op import HostOneShot as ScatterOneShot
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunedcomm.kernels.all_gather.copy_engine import CopyEngine
-from tunedcomm.kernels.all_gather.host import HostOneShot
+from tunedcomm.kernels.all_gather.op import HostOneShot
 from tunedcomm.kernels.all_to_all.host import HostOneShot as HostAllToAll
 from tunedcomm.kernels.common.feasibility import Launch, refuse_result
 from tunedcomm.kernels.common.host import HostComposed

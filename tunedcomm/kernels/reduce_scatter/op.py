@@ -1,10 +1,14 @@
-"""reduce_scatter: rank r gets the elementwise reduction of every rank's r-th chunk; the base class of its variants."""
+"""reduce_scatter: rank r gets the elementwise reduction of every rank's r-th chunk.
+
+Base class of its variants, `library`, `in_order` and `host_one_shot`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels, refuse_result
+from tunedcomm.kernels.common.host import REDUCED, HostStage, ScatterVariant
 from tunedcomm.kernels.common.in_order import InOrderVariant, scatter_in_order
 from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
@@ -76,3 +80,20 @@ class InOrder(InOrderVariant, registered=True):
             scatter_in_order(x, outputs[0].view(-1), problem.reduction, workspace.group)
 
         return run
+
+
+class HostOneShot(ScatterVariant, registered=True):
+    """A pass through the ring of slots in shared memory (`symm.ring`): every rank sums its segment of all slots.
+
+    Numerics: ordered.
+    """
+
+    op = "reduce_scatter"
+    name = "host_one_shot"
+    summary = "CPU tensors: every rank sums its chunks of all inputs from shared memory"
+    dtypes = REDUCED
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        stage = HostStage(workspace, problem, config, segments=problem.world_size)
+        sums = stage.take_sums(problem, stage.ring.rank * stage.chunk)
+        return stage.one_pass(stage.put_segments(), sums)

@@ -16,10 +16,13 @@ those of the others. So element p of the share of rank j lies at p + (p div unit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.kernels.all_to_all.host import HostOneShot
 from tunedcomm.kernels.common.feasibility import Launch, packets_a_block
+from tunedcomm.kernels.common.host import HostComposed
 from tunedcomm.kernels.common.launch import Argument
 from tunedcomm.kernels.common.packets import PACKET_BYTES
 from tunedcomm.kernels.common.reference import draw_any
@@ -176,4 +179,32 @@ class ScatterLibrary(LibraryVariant, registered=True):
 
 
 class GatherLibrary(ScatterLibrary, registered=True):
+    op = GATHER
+
+
+class ScatterHost(HostComposed, registered=True):
+    """Copies into the order of shares before and behind all_to_all's host_one_shot. Numerics: ordered."""
+
+    op = SCATTER
+    summary = "CPU tensors: an exchange in shared memory between two copies"
+    algorithms = {"one_shot": HostOneShot.variant}  # noqa: RUF012 - never changed
+
+    def collective_problem(self, problem: Problem) -> Problem:
+        return replace(problem, shape=(share_bytes(problem) // ITEMSIZE[problem.dtype],), input_kind="plain")
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        exchange, (shape, result) = self.collectives(problem, config)[0].bind(workspace), shapes_of(problem)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            sent = shares_of(inputs[0], shape, problem).contiguous()
+            got = torch.empty_like(sent)
+            exchange((sent,), (got,), stream)
+            shares_of(outputs[0], result, problem).copy_(got)
+
+        return run
+
+
+class GatherHost(ScatterHost, registered=True):
     op = GATHER
