@@ -190,7 +190,7 @@ def test_what_is_no_faster_than_the_library_beside_it_is_not_chosen(latency_us: 
     """The host was fast in that run: half of the ratio would make it faster than the library's median."""
     lucky = of_eager("one_shot", latency_us, 5.0)
     others = [of_eager(name, 11.0, 10.0) for name in ("two_shot", "lamport")]
-    scores = pool([lucky, *others], {one.candidate: None for one in (lucky, *others)}).scored
+    scores = pool([lucky, *others], {one.candidate for one in (lucky, *others)}).scored
     assert {scored.candidate.variant: scored.score for scored in scores}["one_shot"] >= 10.0
     rows, asked = [of_eager("library", 10.0, 10.0), *others], problem(mode="eager")
     assert chosen([*rows, lucky], asked)[1] == "library"

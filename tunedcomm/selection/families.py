@@ -9,13 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from tunedcomm.selection.interpolate import Between, related_forms, related_problems
 from tunedcomm.selection.score import Pool, pool
-from tunedcomm.selection.snapshot import Pinned, Row, Snapshot
+from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Problem
 
 Shape = tuple[int, ...]
@@ -51,7 +51,7 @@ class Rows(list[Row]):
         key = (verdicts, every_trial)
         found = self._pools.get(key)
         if found is None:
-            found = pool(self, _usable(self.challengers, verdicts), every_trial=every_trial)
+            found = pool(self, set(compress(self.challengers, verdicts)), every_trial=every_trial)
             _keep(self._pools, key, found, _MAX_POOLS)
         return found
 
@@ -87,16 +87,11 @@ class Sizes:
         key = (below, above, after, verdicts)
         found = self._between.get(key)
         if found is None:
-            usable = _usable(self.challengers(below, above, after), verdicts)
+            usable = set(compress(self.challengers(below, above, after), verdicts))
             further = () if after is None else self.rows[after]
             found = Between((below, self.rows[below]), (above, self.rows[above]), usable, further)
             _keep(self._between, key, found, _MAX_PREDICTIONS)
         return found
-
-
-def _usable(challengers: Iterable[Candidate], verdicts: Iterable[bool]) -> dict[Candidate, str | None]:
-    """The challengers that may run, as `score.pool` takes them."""
-    return {candidate: None for candidate, may_run in zip(challengers, verdicts, strict=True) if may_run}
 
 
 def _keep(kept: dict[Hashable, T], key: Hashable, value: T, most: int) -> None:
@@ -160,6 +155,7 @@ class Tables:
         borrows: some rows are borrowed.
         library: the op's library.
         state: what the catalog said of the variants when the tables were made.
+        pins: by problem.
         judges: checks of candidates, that choices have made.
     """
 
@@ -179,7 +175,7 @@ class Tables:
         self._related: dict[Hashable, tuple[tuple[Family, str], ...]] = {}
         self.borrows = any(borrowed for _, borrowed in self._rows)
         self._last: Problem | None = None
-        self._pins = {pin.problem: pin for pin in snapshot.pins}
+        self.pins = {pin.problem: pin for pin in snapshot.pins}
         self._failures: dict[Problem, list[tuple[int, Candidate, str]]] = {}
         for place, failure in enumerate(snapshot.failures):
             if failure.problem.op == op and self.hash_of(failure.candidate) == failure.source_hash:
@@ -198,9 +194,6 @@ class Tables:
     def measured(self) -> frozenset[str]:
         """Variants with fresh rows."""
         return frozenset(row.candidate.variant for rows in self._rows.values() for row in rows if self.is_fresh(row))
-
-    def pin(self, problem: Problem) -> Pinned | None:
-        return self._pins.get(problem)
 
     def in_any_mode(self, problem: Problem) -> Problem:
         """Return one object for both modes of a problem: by it `_Judge` knows the problem that it has just checked."""

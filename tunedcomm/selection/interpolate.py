@@ -77,7 +77,7 @@ class Between:
         self,
         low: tuple[int, Sequence[Row]],
         high: tuple[int, Sequence[Row]],
-        usable: Mapping[Candidate, str | None],
+        usable: Collection[Candidate],
         further: Sequence[Row] = (),
     ) -> None:
         (self._below, low_rows), (self._above, high_rows) = low, high
@@ -190,7 +190,7 @@ class _Joining:
     def __init__(
         self,
         further: Sequence[Row],
-        usable: Mapping[Candidate, str | None],
+        usable: Collection[Candidate],
         known: Collection[Candidate],
         tier: tuple[bool | int, ...],
     ) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -129,17 +129,17 @@ def in_order(scored: Iterable[Scored]) -> tuple[Scored, ...]:
     return tuple(sorted(scored, key=lambda s: (s.score, str(s.candidate))))
 
 
-def challengers(rows: Iterable[Row], usable: Mapping[Candidate, str | None]) -> list[Row]:
-    """Rows of candidates that `usable` maps to None, which means that they may run; never the library's."""
-    return [row for row in rows if not row.is_library and usable.get(row.candidate, "") is None]
+def challengers(rows: Iterable[Row], usable: Collection[Candidate]) -> list[Row]:
+    """Rows of the candidates `usable`, never the library's."""
+    return [row for row in rows if not row.is_library and row.candidate in usable]
 
 
-def pool(rows: Sequence[Row], usable: Mapping[Candidate, str | None], *, every_trial: bool = False) -> Pool:
+def pool(rows: Sequence[Row], usable: Collection[Candidate], *, every_trial: bool = False) -> Pool:
     """The pool of the most conclusive rows of one size.
 
     Args:
         rows: every row of that size, the library's among them.
-        usable: challenger to the reason why it may not run, or None; rows of others are left out.
+        usable: challengers that may run; rows of others are left out.
         every_trial: include trials outside the finals where there are finals.
     """
     allowed = challengers(rows, usable)

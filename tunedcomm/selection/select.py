@@ -299,10 +299,6 @@ class Decision:
         head, entries = self.explanation()
         return "\n".join([head, *(f"  {name:<12}  {text}" for name, text in entries)])
 
-    def resting_on(self, row: Row, **changes: Any) -> Decision:
-        """The same decision, with the measurement that it rests on and other changes."""
-        return replace(self, **_resting_on(row), **changes)
-
 
 def _resting_on(row: Row) -> dict[str, Any]:
     """The fields of a decision that name the measurement that it rests on."""
@@ -529,10 +525,6 @@ class _Lookup:
     def library(self) -> Candidate:
         return self.tables.library
 
-    def related(self) -> tuple[tuple[Family, str], ...]:
-        """Families with rows that may answer for the problem, nearest first, each with what was relaxed."""
-        return self.tables.related(self.problem, borrowed=self.borrowed)
-
     def rows_of_problem(self) -> Rows:
         return self.family.by_shape.get(self.problem.shape, _NO_ROWS)
 
@@ -609,10 +601,7 @@ class _Lookup:
 
     def serves(self, rows: Rows, failed: Mapping[Candidate, str]) -> bool:
         """True if some challenger of fresh rows may be used."""
-        if self.is_plain(failed):
-            asked, in_any_mode = self.requested, self.in_any_mode
-            return any(check(asked, in_any_mode) is None for check in self.judge.checks(rows.challengers))
-        return any(self.why_unusable(candidate, failed) is None for candidate in rows.challengers)
+        return any(self.verdicts(rows.challengers, failed))
 
     def verdicts(self, challengers: Sequence[Candidate], failed: Mapping[Candidate, str]) -> tuple[bool, ...]:
         """Of each challenger, True if it may be used."""
@@ -658,7 +647,7 @@ def _forced(lookup: _Lookup, forced: Candidate) -> Decision:
 
 
 def _pinned(lookup: _Lookup) -> Decision | None:
-    pin = lookup.tables.pin(lookup.problem)
+    pin = lookup.tables.pins.get(lookup.problem)
     if pin is None:
         return None
     is_library = pin.candidate == lookup.library
@@ -679,7 +668,7 @@ def _unmeasured(lookup: _Lookup, candidate: Candidate, source: Source, why: str)
     for row in lookup.fresh(lookup.rows_of_problem()):
         if row.candidate == candidate:
             library_us = row.latency_p50_us if row.is_library else row.baseline_p50_us  # never slower than itself
-            return decision.resting_on(row, latency_us=row.latency_p50_us, library_us=library_us)
+            return replace(decision, latency_us=row.latency_p50_us, library_us=library_us, **_resting_on(row))
     return decision
 
 
@@ -694,7 +683,7 @@ def _exact(lookup: _Lookup) -> Decision | None:
 
 def _interpolated(lookup: _Lookup, reach: int | None) -> Decision | None:
     """Ask the family, then related ones; `reach` None lifts the bound on extrapolation."""
-    related = lookup.related()
+    related = lookup.tables.related(lookup.problem, borrowed=lookup.borrowed)
     for family, relaxed in related:
         if decision := _from_family(lookup, family, reach, f" with {relaxed}" if relaxed else ""):
             return decision

@@ -219,11 +219,6 @@ class Snapshot:
             made._add(check, known)
         return made
 
-    @property
-    def borrows(self) -> bool:
-        """True if some rows are of other hardware."""
-        return any(row.borrowed for row in self.rows)
-
     def check_of(self, problem: Problem, candidate: Candidate, source_hash: str) -> Check | None:
         """The check that counts at `problem`: a failure at any problem of its dtype, else the problem's own check."""
         known = self._checks.get((candidate, source_hash, problem.dtype), {})
