@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
-from tunedcomm.kernels.common.feasibility import refuse_stage
 from tunedcomm.kernels.common.lamport import begin_call, end_call, launch_next, push_to_all, take_sum
 from tunedcomm.kernels.common.lane import block_range
 from tunedcomm.kernels.common.packets import (
@@ -42,10 +41,9 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import SENTINEL, poll_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, LamportVariant
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.kernels.common.variant import LamportVariant
+from tunedcomm.space import Choice, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-from tunedcomm.symm.layout import LaneLayout, Room
 
 
 @triton.jit
@@ -147,13 +145,10 @@ class Lamport(LamportVariant, AllReduceVariant, registered=True):
     kernels = (lamport_kernel,)
 
 
-class TwoShotLamport(AllReduceVariant, registered=True):
+class TwoShotLamport(LamportVariant, AllReduceVariant, registered=True):
     name = "two_shot_lamport"
     summary = "reduce-scatter and all-gather by self-announcing packets in one kernel; best at medium sizes"
     kernels = (two_shot_lamport_kernel,)
-    trailing_arguments = ("arena", "stage_bytes")
-    max_rounds = 4
-    host_preferred = HOST_GRID
     space = Space(
         {
             "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 96, 132, 264),
@@ -162,12 +157,7 @@ class TwoShotLamport(AllReduceVariant, registered=True):
         }
     )
     sliced = True
-
-    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return refuse_stage(problem, limits, 2 * slice_packets(problem) * PACKET_BYTES)
-
-    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
-        return Room(stage=2 * slice_packets(problem) * PACKET_BYTES * problem.world_size)
+    packet_bytes = 2 * PACKET_BYTES  # in a scatter slot and in a gather slot
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         share = slice_packets(problem)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.feasibility import Launch, packets_a_block, refuse_kernels, refuse_result
+from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels
 from tunedcomm.kernels.common.in_order import InOrderVariant, reduce_in_order
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
-from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace
+from tunedcomm.kernels.common.variant import LibraryVariant, ReductionVariant, Workspace
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
@@ -52,27 +52,14 @@ def refuse_rows(problem: Problem, limits: Limits) -> str | None:
     return None
 
 
-class AllReduceVariant(KernelVariant):
+class AllReduceVariant(ReductionVariant):
     """A variant of all_reduce; its threads share the whole message, or each rank's slice of it (`sliced`)."""
 
     op = "all_reduce"
     sliced = False
 
-    wide = False  # results are fp32, and payloads 16-bit floats
-
-    def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        dtypes = SUM_DTYPES[:2] if self.wide else SUM_DTYPES
-        return refuse_result(problem, wide=self.wide) or refuse_kernels(problem, limits, dtypes, ("sum", "avg"))
-
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {
-            "WORLD_SIZE": problem.world_size,
-            "DTYPE": problem.dtype,
-            "WIDTH": ITEMSIZE[problem.dtype],
-            "AVG": problem.reduction == "avg",
-            "TAIL": problem.nbytes % PACKET_BYTES != 0,
-            "BLOCK": packets_a_block(config),
-        }
+        return {**super().constants(problem, config), "TAIL": problem.nbytes % PACKET_BYTES != 0}
 
     def work_packets(self, problem: Problem) -> int:
         return slice_packets(problem) if self.sliced else packets_of(problem.nbytes)

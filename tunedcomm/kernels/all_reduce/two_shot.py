@@ -64,7 +64,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant
+from tunedcomm.kernels.common.variant import PUSH_GRID, RingVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import LaneLayout, Room
@@ -315,8 +315,6 @@ class TwoShot(_Chunked, registered=True):
     space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 16)})
 
     ring = RING.value
-    max_rounds = 64
-    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if packets_a_block(config) > 1024:

@@ -32,7 +32,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.packets import packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant, Workspace
+from tunedcomm.kernels.common.variant import PUSH_GRID, RingVariant, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
@@ -84,8 +84,6 @@ class Push(RingVariant, BroadcastVariant, registered=True):
     kernels = (push_kernel,)
     space = Space({**PUSH_GRID, "items": Choice(1, 2), "num_chunks": PowerOfTwo(1, MAX_NUM_CHUNKS)})
     ring = RING
-    max_rounds = 64
-    host_preferred = {**HOST_GRID, "items": 1, "num_chunks": 2}  # noqa: RUF012 - never changed
 
     def slots(self, problem: Problem) -> int:
         return 1

@@ -12,8 +12,6 @@ Source: own; the rings as named above.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import triton
 import triton.language as tl
 
@@ -41,8 +39,8 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.packets import insert_own, load_bytes, store_bytes, sum_packets
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.kernels.common.variant import PushRingVariant
+from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout, Room
 
@@ -190,19 +188,13 @@ def scatter_push_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-class GatherPush(ByCountsVariant, RingVariant, registered=True):
+class GatherPush(ByCountsVariant, PushRingVariant, registered=True):
     op = GATHER
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped; for many rows"
     kernels = (gather_push_kernel,)
-    space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 64)})
     trailing_arguments: tuple[str, ...] = ("gather", "scatter", "num_chunks")
     ring = RING.value
-    max_rounds = 64
-    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
-
-    def slots(self, problem: Problem) -> int:
-        return problem.world_size - 1
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if (packets := packets_a_block(config)) * problem.world_size > _MAX_PACKETS:
@@ -214,11 +206,6 @@ class GatherPush(ByCountsVariant, RingVariant, registered=True):
         counts = problem.world_size * int(config["num_blocks"]) * _COUNT_BYTES if problem.layout == PADDED else 0
         return room._replace(scatter=counts)
 
-    def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        packets = self.work_packets(problem)
-        chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
-        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "num_chunks": chunks}
-
 
 class ScatterPush(GatherPush, registered=True):
     op = SCATTER
@@ -229,4 +216,4 @@ class ScatterPush(GatherPush, registered=True):
         return problem.world_size
 
     def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
-        return RingVariant.lane_room(self, problem, config, layout)
+        return PushRingVariant.lane_room(self, problem, config, layout)

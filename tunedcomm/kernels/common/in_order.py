@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.reference import reduced
-from tunedcomm.kernels.common.variant import VariantBase, all_gather_single
-from tunedcomm.space import Config, Value
+from tunedcomm.kernels.common.variant import LibraryVariant, all_gather_single
+from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
-from tunedcomm.symm.layout import LaneLayout, Room
 
 if TYPE_CHECKING:
     import torch
@@ -71,19 +70,14 @@ def reduce_in_order(x: torch.Tensor, out: torch.Tensor, reduction: str, group: A
         out[first : first + piece_rows] = whole[: len(piece)]
 
 
-class InOrderVariant(VariantBase):
+class InOrderVariant(LibraryVariant):
     """A variant that only runs where the policy excludes the library."""
 
     name = "in_order"
+    numerics = "ordered"
     summary = "the library moves, PyTorch operators sum in rank order; runs where numerics='ordered' and no kernel can"
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if not limits.ordered:
             return "it stands in for the library, and runs where numerics='ordered' excludes that"
         return "there is nothing to do" if problem.numel == 0 else None
-
-    def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
-        return {}
-
-    def lane_room(self, problem: Problem, config: Config, layout: LaneLayout) -> Room:
-        return Room()

@@ -31,13 +31,15 @@ from tunedcomm.kernels.common.feasibility import (
     packets_a_block,
     refuse_kernels,
     refuse_launch_pdl,
+    refuse_result,
     refuse_stage,
     refuse_staging,
 )
 from tunedcomm.kernels.common.launch import AddressLaunch, Argument, CompileRequest, bind_kernel, input_and_output
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, packets_of
+from tunedcomm.kernels.common.reference import SUM_DTYPES
 from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import DTYPES, Limits, Numerics, Problem, Variant, register_variant
+from tunedcomm.spec import DTYPES, ITEMSIZE, Limits, Numerics, Problem, Variant, register_variant
 from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout, Room
 
 if TYPE_CHECKING:
@@ -344,6 +346,29 @@ class MoveVariant(KernelVariant):
         }
 
 
+class ReductionVariant(KernelVariant):
+    """A variant that sums over the ranks, or takes the mean.
+
+    Attributes:
+        wide: results are fp32, and payloads 16-bit floats.
+    """
+
+    wide = False
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        dtypes = SUM_DTYPES[:2] if self.wide else SUM_DTYPES
+        return refuse_result(problem, wide=self.wide) or refuse_kernels(problem, limits, dtypes, ("sum", "avg"))
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {
+            "WORLD_SIZE": problem.world_size,
+            "DTYPE": problem.dtype,
+            "WIDTH": ITEMSIZE[problem.dtype],
+            "AVG": problem.reduction == "avg",
+            "BLOCK": packets_a_block(config),
+        }
+
+
 class LamportVariant(KernelVariant):
     """A push without flags: each thread pushes its packets into every peer's stage and polls its own stage.
 
@@ -387,6 +412,8 @@ class RingVariant(KernelVariant):
 
     ring: int
     packet_bytes = PACKET_BYTES
+    max_rounds = 64
+    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
 
     def num_teams(self, config: Config) -> int:
         """Blocks that share a chunk: all of them, or where blocks are of several kinds, the blocks of one kind."""
@@ -424,9 +451,7 @@ class PushRingVariant(RingVariant):
     """A ring to which every rank pushes its packets, in the gather area; it holds the peers' packets alone."""
 
     space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 64)})
-    trailing_arguments = ("gather", "num_chunks")
-    max_rounds = 64
-    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
+    trailing_arguments: tuple[str, ...] = ("gather", "num_chunks")
 
     def slots(self, problem: Problem) -> int:
         return problem.world_size - 1

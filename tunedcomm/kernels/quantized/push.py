@@ -22,7 +22,6 @@ Source: own; the rings are those of all_to_all's `push` and all_reduce's `two_sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -42,7 +41,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, mean
 from tunedcomm.kernels.common.reference import SUM_DTYPES
-from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, KernelVariant, RingVariant
+from tunedcomm.kernels.common.variant import PUSH_GRID, KernelVariant, RingVariant
 from tunedcomm.kernels.common.wire import (
     load_wire,
     num_wire_packets,
@@ -252,8 +251,6 @@ _MAX_PACKETS = 2048
 class _Ring(QuantizedVariant, RingVariant):
     packet_bytes = PACKET_BYTES + 1  # and an eighth of a scale
     space = Space({**PUSH_GRID, "num_chunks": PowerOfTwo(1, 64)})
-    max_rounds = 64
-    host_preferred: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if (packets := packets_a_block(config)) * problem.world_size > _MAX_PACKETS:

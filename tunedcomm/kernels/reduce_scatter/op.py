@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels, refuse_result
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.host import REDUCED, HostStage, ScatterVariant
 from tunedcomm.kernels.common.in_order import InOrderVariant, scatter_in_order
 from tunedcomm.kernels.common.packets import alignment_of
-from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
-from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace, reduce_scatter_single
+from tunedcomm.kernels.common.reference import register_reduction
+from tunedcomm.kernels.common.variant import LibraryVariant, ReductionVariant, Workspace, reduce_scatter_single
 from tunedcomm.space import Config, Value
-from tunedcomm.spec import ITEMSIZE, Limits, Problem
+from tunedcomm.spec import Problem
 
 REDUCE_SCATTER = register_reduction(
     "reduce_scatter",
@@ -25,26 +25,13 @@ REDUCE_SCATTER = register_reduction(
 )
 
 
-class ReduceScatterVariant(KernelVariant):
+class ReduceScatterVariant(ReductionVariant):
     """A variant of reduce_scatter; its threads share one chunk, which is a rank's result."""
 
     op = "reduce_scatter"
 
-    wide = False  # results are fp32, and payloads 16-bit floats
-
-    def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        dtypes = SUM_DTYPES[:2] if self.wide else SUM_DTYPES
-        return refuse_result(problem, wide=self.wide) or refuse_kernels(problem, limits, dtypes, ("sum", "avg"))
-
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {
-            "WORLD_SIZE": problem.world_size,
-            "DTYPE": problem.dtype,
-            "WIDTH": ITEMSIZE[problem.dtype],
-            "AVG": problem.reduction == "avg",
-            "ALIGN": alignment_of(problem.nbytes),
-            "BLOCK": 32 * int(config["num_warps"]) * int(config.get("items", 1)),
-        }
+        return {**super().constants(problem, config), "ALIGN": alignment_of(problem.nbytes)}
 
 
 class Library(LibraryVariant, registered=True):
