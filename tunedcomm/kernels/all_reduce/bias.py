@@ -289,11 +289,6 @@ def bias_two_shot_lamport_kernel(
     end_call(local, calls)
 
 
-def x_bias_and_out(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-    """Addresses of the two inputs and the output."""
-    return inputs[0].data_ptr(), inputs[1].data_ptr(), outputs[0].data_ptr()
-
-
 class _WithBias:
     """The differences from all_reduce's variant of the same name; the kernel takes `(x, bias, out, total, row, …)`."""
 
@@ -310,7 +305,7 @@ class _WithBias:
         return (None, None, None, total, total // problem.shape[0])
 
     def addresses(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-        return x_bias_and_out(inputs, outputs)
+        return inputs[0].data_ptr(), inputs[1].data_ptr(), outputs[0].data_ptr()
 
 
 class BiasLamport(_WithBias, Lamport, registered=True):

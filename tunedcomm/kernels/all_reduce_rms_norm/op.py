@@ -471,12 +471,7 @@ def add_and_norm(s: torch.Tensor, given: Given, form: Form) -> tuple[torch.Tenso
     wide = torch.promote_types(s.dtype, torch.float32)
     h = s
     if given.bias is not None or given.residual is not None:
-        total = s.to(wide)
-        if given.bias is not None:
-            total = total + given.bias
-        if given.residual is not None:
-            total = total + given.residual
-        h = total.to(s.dtype)
+        h = with_extras(s, given.bias, given.residual)
     held = h.to(wide)
     y = held * (held.square().mean(-1, keepdim=True) + given.eps).rsqrt() * _weight(given, wide)
     y, *more = finish(form, y, s.dtype, given.scale)

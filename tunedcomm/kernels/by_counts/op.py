@@ -118,11 +118,6 @@ def sample_counts(problem: Problem) -> list[int]:
     return [(most, most // 2, most - most // 4, 0)[rank % 4] for rank in range(problem.world_size)]
 
 
-def given_counts(problem: Problem, inputs: tuple[Any, ...]) -> Any:
-    """The second input, or None in the layout `padded`."""
-    return inputs[1] if problem.layout != PADDED else None
-
-
 def note_clamped(problem: Problem, counts: torch.Tensor, workspace: Any) -> torch.Tensor:
     """Counts within 0 to max_count, in stream order; notes that some were not."""
     clamped = counts.clamp(0, problem.shape[0])
@@ -231,10 +226,6 @@ def _model_shapes(shard: Any) -> list[tuple[int, ...]]:
     return [(shard.tokens_per_rank, shard.model.hidden_size)]
 
 
-def _as_double(found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(each.double() for each in found)
-
-
 ALL_GATHER_V = register_op(
     OpSpec(
         name=GATHER,
@@ -245,7 +236,7 @@ ALL_GATHER_V = register_op(
         rank_of_shape=2,
         make_inputs=_make_inputs,
         make_outputs=_make_outputs,
-        reference=lambda *arguments: _as_double(_exact(*arguments)),
+        reference=lambda *arguments: tuple(each.double() for each in _exact(*arguments)),
         tolerance=dict.fromkeys(DTYPES, 0.0),
         message_bytes=lambda problem: problem.nbytes,
         busbw_factor=shard_factor,
@@ -302,9 +293,8 @@ class ByCountsVariant(KernelVariant):
         return (*super().arguments(problem, config, workspace), cell.data_ptr())
 
     def addresses(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        given = given_counts(problem, inputs)
-        counts = given.tolist() if problem.layout == PACKED else [len(inputs[0])] * problem.world_size
-        at_given = 0 if problem.layout == PADDED else given.data_ptr()
+        counts = inputs[1].tolist() if problem.layout == PACKED else [len(inputs[0])] * problem.world_size
+        at_given = 0 if problem.layout == PADDED else inputs[1].data_ptr()
         return inputs[0].data_ptr(), at_given, *(each.data_ptr() for each in outputs), as_argument(counts)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
@@ -97,10 +97,7 @@ def grid_rounds(work_packets: int, config: Config) -> int:
 
 def refuse_residence(config: Config, limits: Limits) -> str | None:
     """Return why the blocks of a grid cannot all be resident, or None: 512 threads an SM fit with any registers."""
-    return _refuse_residence(int(config["num_blocks"]), 32 * int(config["num_warps"]), limits)
-
-
-def _refuse_residence(blocks: int, threads: int, limits: Limits) -> str | None:
+    blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
     if blocks > limits.max_blocks:
         return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
     if limits.backend == "cuda" and blocks > limits.num_sms * max(1, 512 // threads):
@@ -115,10 +112,9 @@ def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, max
 
     A grid must be resident, have work for each block, and not go round more than `max_rounds` times.
     """
-    blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
-    if reason := _refuse_residence(blocks, threads, limits):
+    if reason := refuse_residence(config, limits):
         return reason
-    per_round = threads * int(config.get("items", 1))
+    blocks, per_round = int(config["num_blocks"]), packets_a_block(config)
     if (blocks - 1) * per_round >= work_packets and blocks > 1:
         return f"{work_packets} packets leave some of {blocks} blocks without work"
     if blocks * per_round * max_rounds < work_packets:
@@ -195,7 +191,7 @@ def closest(
 
     Nearer ones are looked at first, `_MAX_LOOKS` at most: spaces of fused GEMMs have a hundred thousand points.
     """
-    axes = [_by_distance(axis.values(), _types(axis.values()), preferred[name]) for name, axis in space.axes]
+    axes = [_by_distance(axis.values(), tuple(map(type, axis.values())), preferred[name]) for name, axis in space.axes]
 
     def entry(places: tuple[int, ...]) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
         entries = [axis[place] for axis, place in zip(axes, places, strict=True)]
@@ -218,10 +214,6 @@ def closest(
                 seen.add(further)
                 heapq.heappush(heap, entry(further))
     return nearest or {}
-
-
-def _types(values: Iterable[Value]) -> tuple[type, ...]:
-    return tuple(map(type, values))
 
 
 @functools.lru_cache(maxsize=512)

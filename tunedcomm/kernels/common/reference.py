@@ -40,11 +40,6 @@ def draw(shape: tuple[int, ...], dtype_name: str, generator: torch.Generator, ki
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
 
-def summands(numel: int, dtype_name: str, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:
-    """One rank's values of an op that sums; `kind` as in `OpSpec.make_inputs`."""
-    return draw((numel,), dtype_name, generator_of(rank, seed, device), kind)
-
-
 def reduced(parts: Sequence[torch.Tensor], reduction: str, dtype: torch.dtype) -> torch.Tensor:
     """All ranks' `parts` reduced in rank order in `dtype`, sums from +0.0.
 
@@ -96,7 +91,7 @@ def with_extras(s: torch.Tensor, *extras: torch.Tensor | None) -> torch.Tensor:
     total = s.to(torch.promote_types(s.dtype, torch.float32))
     for extra in extras:
         if extra is not None:
-            total = total + extra.to(total.dtype)
+            total = total + extra
     return total.to(s.dtype)
 
 
@@ -163,7 +158,7 @@ def register_reduction(
 
     def make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
         numel = problem.numel * (problem.world_size if scatters else 1)
-        return (summands(numel, problem.dtype, rank, seed, kind, device),)
+        return (draw((numel,), problem.dtype, generator_of(rank, seed, device), kind),)
 
     def parts(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
         first = rank * problem.numel if scatters else 0
