@@ -601,7 +601,10 @@ class _Lookup:
 
     def serves(self, rows: Rows, failed: Mapping[Candidate, str]) -> bool:
         """True if some challenger of fresh rows may be used."""
-        return any(self.verdicts(rows.challengers, failed))
+        if self.is_plain(failed):
+            asked, in_any_mode = self.requested, self.in_any_mode
+            return any(check(asked, in_any_mode) is None for check in self.judge.checks(rows.challengers))
+        return any(self.why_unusable(candidate, failed) is None for candidate in rows.challengers)
 
     def verdicts(self, challengers: Sequence[Candidate], failed: Mapping[Candidate, str]) -> tuple[bool, ...]:
         """Of each challenger, True if it may be used."""

@@ -97,7 +97,10 @@ def grid_rounds(work_packets: int, config: Config) -> int:
 
 def refuse_residence(config: Config, limits: Limits) -> str | None:
     """Return why the blocks of a grid cannot all be resident, or None: 512 threads an SM fit with any registers."""
-    blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
+    return _refuse_residence(int(config["num_blocks"]), 32 * int(config["num_warps"]), limits)
+
+
+def _refuse_residence(blocks: int, threads: int, limits: Limits) -> str | None:
     if blocks > limits.max_blocks:
         return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
     if limits.backend == "cuda" and blocks > limits.num_sms * max(1, 512 // threads):
@@ -112,9 +115,10 @@ def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, max
 
     A grid must be resident, have work for each block, and not go round more than `max_rounds` times.
     """
-    if reason := refuse_residence(config, limits):
+    blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
+    if reason := _refuse_residence(blocks, threads, limits):
         return reason
-    blocks, per_round = int(config["num_blocks"]), packets_a_block(config)
+    per_round = threads * int(config.get("items", 1))
     if (blocks - 1) * per_round >= work_packets and blocks > 1:
         return f"{work_packets} packets leave some of {blocks} blocks without work"
     if blocks * per_round * max_rounds < work_packets:
