@@ -59,7 +59,7 @@ from tunedcomm.cli.output import (
     show,
 )
 from tunedcomm.cli.progress import duration, say, shown
-from tunedcomm.cli.stored import open_to_write, read_each, read_layers, with_every_layer
+from tunedcomm.cli.stored import open_to_write, read_each, with_every_layer
 from tunedcomm.errors import DatabaseAccessError, TuningError
 from tunedcomm.metrics import format_us, plural
 from tunedcomm.spec import Problem, admits, format_shape, variants
@@ -237,8 +237,8 @@ def _seconds_a_trial(database: str | None) -> float | None:
         times = [(run.finished_at - run.started_at).total_seconds() for run in ended if run.finished_at is not None]
         return sum(times), counts.total()
 
-    layers = [*(read_layers(database) if database and Path(database).exists() else []), *read_layers(None)]
-    return next((seconds / count for _, (seconds, count) in read_each(layers, read, is_quiet=True) if count), None)
+    found = read_each(with_every_layer(database), read, is_quiet=True)
+    return next((seconds / count for _, (seconds, count) in found if count), None)
 
 
 def _report_failures(outcome: SweepOutcome, named: Sequence[str], database: str | None, *, as_json: bool) -> None:
