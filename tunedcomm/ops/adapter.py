@@ -26,6 +26,8 @@ Formula: TypeAlias = tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]
 
 # A problem costs more to make than to look up.
 problem_of = functools.lru_cache(1024)(Problem)
+# Makes a problem: `problem_of`, or `Problem` where sizes may be symbols, which are not looked up.
+Maker: TypeAlias = Callable[..., Problem]
 
 
 class TorchCall(NamedTuple):
@@ -86,6 +88,7 @@ class OpAdapter(ABC):
 
     Attributes:
         op: the op's name.
+        suffix: of the operator's name in `torch.ops.tunedcomm`, where an op has several.
         inputs, outputs: names of the tensors, in the order of the operator's schema and of launches; the first input is
             never None.
         optional: inputs that may be None.
@@ -101,6 +104,7 @@ class OpAdapter(ABC):
     """
 
     op: str
+    suffix = ""
     inputs: tuple[str, ...] = ("x",)
     outputs: tuple[str, ...] = ("out",)
     optional: tuple[str, ...] = ()
@@ -116,8 +120,8 @@ class OpAdapter(ABC):
 
     @property
     def operator(self) -> str:
-        """The operator's name in `torch.ops.tunedcomm`; the op's, unless an op has several."""
-        return self.op
+        """The operator's name in `torch.ops.tunedcomm`."""
+        return self.op + self.suffix
 
     @property
     def may_be_input(self) -> bool:

@@ -13,7 +13,7 @@ from tunedcomm.kernels.dcp_combine.merge import merged
 from tunedcomm.kernels.dcp_combine.op import BASES, check, rows_of_rank
 from tunedcomm.kernels.ulysses.op import GATHER, SCATTER
 from tunedcomm.ops import autograd
-from tunedcomm.ops.adapter import OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.adapter import Maker, OpAdapter, Results, Tensors, problem_of
 from tunedcomm.ops.arguments import FLOATS, MOVED, check_dtype
 from tunedcomm.ops.call import CallPath
 from tunedcomm.ops.fast_call import world
@@ -43,12 +43,11 @@ class _DcpCombine(OpAdapter):
             raise UnsupportedInputError(f"base={options[0]!r} is none; allowed: 'e' and '2'")
         check(self.problem(inputs, options, world_size, Problem))
 
-    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Maker = problem_of) -> Problem:
         x = inputs[0]
-        made: Problem = make(
+        return make(
             self.op, tuple(x.shape), _MERGED[x.dtype], world_size, reduction="", layout=options[0], mode="eager"
         )
-        return made
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         x = inputs[0]

@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from tunedcomm.ops.arguments import is_nk
 
-# `torch_ops` fills ctx.shape (of the first input), ctx.options and ctx.settings (the arguments behind the options),
-# refuses calls without a gradient, and adds None for the arguments behind those whose gradients come back.
+# `torch_ops` fills ctx.shape and ctx.dtype (of the first input), ctx.options and ctx.settings (the arguments behind the
+# options), refuses calls without a gradient, and adds None for the arguments behind those whose gradients come back.
 _ops: Any = torch.ops.tunedcomm
 
 
@@ -45,14 +45,9 @@ def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Nothing is kept: the gradient depends on no tensor of the call."""
 
 
-def keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keep the dtype of the input."""
-    ctx.dtype = inputs[0].dtype
-
-
 def all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The gradient of `all_reduce`."""
-    return (_ops.all_reduce(grad, *ctx.options, *ctx.settings),)
+    """The gradient of `all_reduce`: not quantised, and of fp32 results summed in fp32 and rounded once."""
+    return (_ops.all_reduce(grad, ctx.options[0], *ctx.settings).to(ctx.dtype),)
 
 
 def all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -79,32 +74,15 @@ def broadcast(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The gradient of `reduce_scatter`."""
+    """The gradient of `reduce_scatter`: not quantised, and of fp32 results rounded before it is gathered."""
     (op, dim, *_), (group_size, group, _, max_sms) = ctx.options, ctx.settings
     mine = grad / group_size if op == "avg" else grad
-    return (_ops.all_gather(mine, dim, group_size, group, max_sms).reshape(ctx.shape),)
-
-
-def all_reduce_wire(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The gradient of `all_reduce` with a quantised wire, which is not quantised."""
-    return (_ops.all_reduce(grad, ctx.options[0], *ctx.settings),)
+    return (_ops.all_gather(mine.to(ctx.dtype), dim, group_size, group, max_sms).reshape(ctx.shape),)
 
 
 def all_gather_wire(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """The gradient of `all_gather` with a quantised wire, which is not quantised."""
     return (_ops.reduce_scatter(grad, "sum", ctx.options[0], *ctx.settings).reshape(ctx.shape),)
-
-
-def all_reduce_fp32(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The gradient of `all_reduce` with fp32 results of a 16-bit dtype: summed in fp32, rounded once."""
-    return (_ops.all_reduce(grad, *ctx.options, *ctx.settings).to(ctx.dtype),)
-
-
-def reduce_scatter_fp32(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The gradient of `reduce_scatter` with fp32 results of a 16-bit dtype: rounded before it is gathered."""
-    mine = grad / ctx.settings[0] if ctx.options[0] == "avg" else grad
-    group_size, group, _, max_sms = ctx.settings
-    return (_ops.all_gather(mine.to(ctx.dtype), ctx.options[1], group_size, group, max_sms).reshape(ctx.shape),)
 
 
 def all_to_all(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

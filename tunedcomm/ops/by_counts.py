@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.by_counts.op import DEVICE, GATHER, PACKED, PADDED, SCATTER, as_argument
 from tunedcomm.ops import autograd
-from tunedcomm.ops.adapter import Group, OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.adapter import Group, Maker, OpAdapter, Results, Tensors, problem_of
 from tunedcomm.ops.arguments import FLOATS, INTEGERS, MOVED, check_dtype
 from tunedcomm.ops.call import CallPath
 from tunedcomm.ops.fast_call import world
@@ -59,15 +59,12 @@ class _ByCounts(OpAdapter):
                 f"of the {world_size} ranks"
             )
 
-    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Maker = problem_of) -> Problem:
         x, max_count = inputs[0], options[2]
         names, reduction = (MOVED, "") if self.op == GATHER else ({**FLOATS, **INTEGERS}, "sum")
         shape = (max_count, math.prod(x.shape[1:]))
         layout = self.layout(inputs, options)
-        made: Problem = make(
-            self.op, shape, names[x.dtype], world_size, reduction=reduction, layout=layout, mode="eager"
-        )
-        return made
+        return make(self.op, shape, names[x.dtype], world_size, reduction=reduction, layout=layout, mode="eager")
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
         x, *given = inputs
@@ -96,9 +93,6 @@ class _ByCounts(OpAdapter):
 
     def scalar_args(self, options: Any) -> Any:
         return (as_argument(options[0] if options[0] is not None else [options[1]] * len(as_argument(()))),)
-
-    def operands(self, inputs: Tensors, options: Any) -> Tensors:
-        return inputs
 
 
 class _AllGatherV(_ByCounts):

@@ -106,9 +106,8 @@ _all_reduce: CallPath[torch.Tensor] = CallPath(_AllReduce())
 class _Wide(_Reduction):
     """A reduction of 16-bit floats with fp32 results, mixed in before the reduction's own adapter."""
 
-    @property
-    def operator(self) -> str:
-        return f"{self.op}_fp32"
+    suffix = "_fp32"
+    torch_operators: tuple[str, ...] = ()
 
     def asks_for(self, problem: Problem) -> bool:
         return problem.layout == WIDE
@@ -117,6 +116,10 @@ class _Wide(_Reduction):
         super().check(inputs, options, world_size)
         check_dtype(self.operator, inputs[0], _HALVES)
         check_reduction(options[0], inputs[0], _LINEAR)
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        plain: Any = super()
+        return _widened(plain.problem(inputs, options, world_size))
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         return [(shape, torch.float32) for shape, _ in super().results(inputs, options, world_size)]
@@ -132,11 +135,6 @@ def _widened(problem: Problem) -> Problem:
 
 class _AllReduceWide(_Wide, _AllReduce):
     aliases = {}  # noqa: RUF012 - never changed
-    gradient = autograd.keep_dtype, autograd.all_reduce_fp32
-    torch_operators = ()
-
-    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        return _widened(super().problem(inputs, options, world_size))
 
 
 _all_reduce_wide: CallPath[torch.Tensor] = CallPath(_AllReduceWide())
@@ -150,12 +148,9 @@ def _on_wire(problem: Problem, wire: str) -> Problem:
 class _Wire(OpAdapter):
     """An op with payloads that travel quantised, mixed in before its own adapter; the last option names the wire."""
 
+    suffix = "_wire"
     depends_on_memory = False
     torch_operators: tuple[str, ...] = ()
-
-    @property
-    def operator(self) -> str:
-        return f"{self.op}_wire"
 
     def asks_for(self, problem: Problem) -> bool:
         return bool(problem.scaling)
@@ -181,7 +176,6 @@ class _Wire(OpAdapter):
 
 class _AllReduceWire(_Wire, _AllReduce):
     options = ("str op", "str wire")
-    gradient = autograd.keep_nothing, autograd.all_reduce_wire
 
 
 _all_reduce_wire: CallPath[torch.Tensor] = CallPath(_AllReduceWire())
@@ -376,10 +370,7 @@ class _AllGatherList(OpAdapter):
     def __init__(self, length: int) -> None:
         self.inputs = tuple(f"x{index}" for index in range(length))
         self.outputs = tuple(f"out{index}" for index in range(length))
-
-    @property
-    def operator(self) -> str:
-        return f"{self.op}_{len(self.inputs)}"
+        self.suffix = f"_{length}"
 
     def asks_for(self, problem: Problem) -> bool:
         return len(self.inputs) == _SAMPLE_LENGTH
@@ -708,11 +699,7 @@ _reduce_scatter: CallPath[torch.Tensor] = CallPath(_ReduceScatter())
 
 
 class _ReduceScatterWide(_Wide, _ReduceScatter):
-    gradient = autograd.keep_dtype, autograd.reduce_scatter_fp32
-    torch_operators = ()
-
-    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        return _widened(super().problem(inputs, options, world_size))
+    """The reduce_scatter with fp32 results."""
 
 
 _reduce_scatter_wide: CallPath[torch.Tensor] = CallPath(_ReduceScatterWide())
@@ -720,7 +707,6 @@ _reduce_scatter_wide: CallPath[torch.Tensor] = CallPath(_ReduceScatterWide())
 
 class _ReduceScatterWire(_Wire, _ReduceScatter):
     options = ("str op", "int dim", "str wire")
-    gradient = autograd.keep_nothing, autograd.reduce_scatter
 
 
 _reduce_scatter_wire: CallPath[torch.Tensor] = CallPath(_ReduceScatterWire())

@@ -42,7 +42,7 @@ from tunedcomm.kernels.moe.op import (
     unfit,
 )
 from tunedcomm.ops import autograd
-from tunedcomm.ops.adapter import CallArguments, CallSignature, Group, OpAdapter, Results, Tensors, problem_of
+from tunedcomm.ops.adapter import CallArguments, CallSignature, Group, Maker, OpAdapter, Results, Tensors, problem_of
 from tunedcomm.ops.arguments import FLOATS, check_dtype, check_wire, is_traced
 from tunedcomm.ops.call import CallPath, paths
 from tunedcomm.ops.collectives import all_gather
@@ -356,14 +356,13 @@ class _DispatchSorted(_Dispatch):
             raise UnsupportedInputError(f"{self.op} quantises bfloat16, float16 and float32, not float64")
         check(self.problem(inputs, options, world_size, Problem))
 
-    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Maker = problem_of) -> Problem:
         (x, ids, *_), given = inputs, _SortedOptions(*options)
         shape = (*x.shape, ids.shape[1], given.num_experts)
-        made: Problem = make(
+        return make(
             self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=given.layout, scaling=given.quantize,
             mode="eager",
         )  # fmt: skip
-        return made
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         problem = self.problem(inputs, options, world_size, Problem)  # sizes may be symbols, which are not looked up
@@ -449,14 +448,13 @@ class _CombineSorted(OpAdapter):
         _check_limits(self.op, limits)
         check(self.problem(inputs, options, world_size, Problem))
 
-    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Maker = problem_of) -> Problem:
         results, ids = inputs[0], inputs[2]
         shape = (ids.shape[0], results.shape[-1], ids.shape[1], options[0])
-        made: Problem = make(
+        return make(
             self.op, shape, FLOATS[results.dtype], world_size, reduction="", layout=self.layout, mode="eager",
             scaling=options[1] if len(options) > 1 else "",
         )  # fmt: skip
-        return made
 
     def under_policy(self, problem: Problem, policy: NumericsPolicy) -> Problem:
         return replace(problem, scaling="") if policy == "ordered" else problem
@@ -493,14 +491,11 @@ class _CombineSorted(OpAdapter):
 
 
 class _CombineByRank(_CombineSorted):
+    suffix = "_rank"
     inputs = ("expert_out", "weights", "topk_ids", "rows", "token_limits")
     layout = BY_RANK
     options = ("int num_experts", "str wire")
     gradient = autograd.keep_results, autograd.ep_combine_rank
-
-    @property
-    def operator(self) -> str:
-        return "ep_combine_rank"
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         results, weights, ids, rows, limits = inputs
@@ -527,14 +522,11 @@ class _ByTokenOptions(NamedTuple):
 
 
 class _DispatchByToken(_Dispatch):
+    suffix = "_tokens"
     outputs = ("tokens", "expert_ids", "weights", "token_limits")
     options = ("int num_experts", "bool zeros", "bool in_buffers")
     named = _ByTokenOptions
     gradient = autograd.keep_ids, autograd.ep_dispatch_tokens
-
-    @property
-    def operator(self) -> str:
-        return "ep_dispatch_tokens"
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         x, ids, weights, number = inputs
@@ -545,14 +537,13 @@ class _DispatchByToken(_Dispatch):
             _check_weights(self.op, weights, ids)
         check(self.problem(inputs, options, world_size, Problem))
 
-    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Maker = problem_of) -> Problem:
         (x, ids, *_), given = inputs, _ByTokenOptions(*options)
         shape = (*x.shape, ids.shape[1], given.num_experts)
-        made: Problem = make(
+        return make(
             self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=BY_TOKEN, mode="eager",
             input_kind="symmetric" if given.in_buffers else "plain",
         )  # fmt: skip
-        return made
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         problem = self.problem(inputs, options, world_size, Problem)
@@ -582,15 +573,12 @@ class _DispatchByToken(_Dispatch):
 
 
 class _CombineByToken(_CombineSorted):
+    suffix = "_tokens"
     inputs = ("rows_out", "expert_ids", "topk_ids", "token_limits")
     layout = BY_TOKEN
     options = ("int num_experts", "str wire")
     depends_on_memory = True
     gradient = autograd.keep_topk_ids, autograd.ep_combine_tokens
-
-    @property
-    def operator(self) -> str:
-        return "ep_combine_tokens"
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         rows, held, ids, limits = inputs

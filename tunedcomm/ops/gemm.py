@@ -244,12 +244,9 @@ class _AgGemm(GemmAdapter):
 
 
 class _AgGemmGathered(_AgGemm):
+    suffix = "_gathered"
     outputs = ("out", "gathered")
     gradient = autograd.keep_gathered, autograd.ag_gemm_gathered
-
-    @property
-    def operator(self) -> str:
-        return "ag_gemm_gathered"
 
     def scalar_args(self, options: Any) -> tuple[int, ...]:
         return ()
@@ -273,6 +270,7 @@ def ag_gemm_gathered(
 class _AgGemmList(_AgGemm):
     """`ag_gemm` with a list of b, for lists of one length: every b, its scale and its out is a tensor of its own."""
 
+    suffix = "_list"
     has_operator = False  # the operator for lists of any length is `torch_ops.ListOperator`
     repeats = False
 
@@ -285,10 +283,6 @@ class _AgGemmList(_AgGemm):
 
     def asks_for(self, problem: Problem) -> bool:
         return False
-
-    @property
-    def operator(self) -> str:
-        return "ag_gemm_list"
 
     def each(self, inputs: Tensors) -> list[Tensors]:
         """The inputs of `ag_gemm` with each b."""

@@ -117,16 +117,13 @@ class _AllReduceRmsNorm(OpAdapter):
 class _AllReduceRmsNormQuantized(_AllReduceRmsNorm):
     """The other forms. Scales have the shape of their memory; outputs that a form does not have are empty."""
 
+    suffix = "_quantized"
     outputs = ("out", "residual_out", "scales", "norm_out")
     options = (
         *("float eps", "str quantize", "str scales_layout", "bool pow2_scales", "bool with_norm"),
         "float weight_offset",
     )
     gradient = autograd.keep_nothing, autograd.refused
-
-    @property
-    def operator(self) -> str:
-        return "all_reduce_rms_norm_quantized"
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         x, _, bias, residual, scale = inputs

@@ -223,7 +223,8 @@ def _differentiate(operator: Operator) -> None:
             )
         policy = (trailing.numerics,) if adapter.reduces else ()
         ctx.settings = (trailing.group_size, trailing.group, *policy, trailing.max_sms)
-        ctx.options, ctx.shape, ctx.num_arguments = trailing.options, inputs[0].shape, len(inputs)
+        ctx.options, ctx.num_arguments = trailing.options, len(inputs)
+        ctx.shape, ctx.dtype = tensors[0].shape, tensors[0].dtype
         keep(ctx, inputs, output)
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
