@@ -54,7 +54,7 @@ class DirectCall(NamedTuple):
         op: the operator of ours from which the call is planned.
         inputs, options: of that op.
         why: the reason why it cannot do what is asked for, from facts that all ranks share; "" if it can.
-        run: makes the call, for a group, a policy and a limit of SMs; None: an all_reduce of the input.
+        run: makes the call, for a group and a policy; None: an all_reduce of the input.
         in_place: the result takes the first input's place.
         meets: whether there is a barrier before and after it.
         weights: the facts that ranks may not share, to be compared.
@@ -173,18 +173,17 @@ def _gathered(
         return DirectCall("ag_gemm", (a, None, None, None), (out_dtype,), str(error))
     widest = adapter.widest(inputs)
 
-    def run(group: Any, numerics: Any, max_sms: int | None) -> Any:
+    def run(group: Any, numerics: Any) -> Any:
         outs, gathered = ag_gemm(
             a, bs, scale_a=scale_a, scale_b=None if scale_a is None else scales, out_dtype=out_dtype,
-            return_gathered=True, group=group, numerics=numerics, max_sms=max_sms,
+            return_gathered=True, group=group, numerics=numerics,
         )  # fmt: skip
         return gathered.movedim(0, dim) if return_a else None, [out.movedim(0, dim) for out in outs]
 
-    def run_alone(group: Any, numerics: Any, max_sms: int | None) -> Any:
+    def run_alone(group: Any, numerics: Any) -> Any:
         out: Any = ag_gemm(
-            a, bs[0], scale_a=scale_a, scale_b=scales[0], out_dtype=out_dtype, group=group, numerics=numerics,
-            max_sms=max_sms,
-        )  # fmt: skip
+            a, bs[0], scale_a=scale_a, scale_b=scales[0], out_dtype=out_dtype, group=group, numerics=numerics
+        )
         return None, [out.movedim(0, dim)]
 
     alone = len(bs) == 1 and not return_a
@@ -252,11 +251,11 @@ def _scattered(
     a, scale_a = _front(a, scale_a, dim)
     b = b.detach()
 
-    def run(group: Any, numerics: Any, max_sms: int | None) -> torch.Tensor:
+    def run(group: Any, numerics: Any) -> torch.Tensor:
         out = gemm_rs(
-            a, b, op=reduction, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, group=group,
-            numerics=numerics, max_sms=max_sms,
-        ).movedim(0, dim).contiguous()  # fmt: skip
+            a, b, op=reduction, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, group=group, numerics=numerics
+        )
+        out = out.movedim(0, dim).contiguous()
         return out.view(shape) if shape else out
 
     weights = _facts(a, scale_a, [b], [scale_b])
@@ -308,13 +307,13 @@ class DirectCalls:
     def _run(self, call: DirectCall) -> Any:
         of, (before, after) = self._of, call.meets
         if call.run is not None:
-            return call.run(of.group, of.numerics, of.max_sms)
+            return call.run(of.group, of.numerics)
         if before:
             self._meet()
         found = x = call.inputs[0]
         plain = of.plain(x.detach())
         made = paths["all_reduce"].serve_again(
-            (plain, plain if call.in_place else None), call.options, of.group, of.numerics, of.max_sms
+            (plain, plain if call.in_place else None), call.options, of.group, of.numerics, None
         )
         if not call.in_place:
             found = made
@@ -326,7 +325,7 @@ class DirectCalls:
 
     def _meet(self) -> None:
         """Make a barrier on the current stream."""
-        paths["all_reduce"].serve_again(self._word, ("sum",), self._of.group, "default", self._of.max_sms)
+        paths["all_reduce"].serve_again(self._word, ("sum",), self._of.group, "default", None)
 
     def _why_slower(self, num_barriers: int, plan: Plan) -> str:
         """`why_slower` for a plan that needs so many barriers, which are bound here if they can be."""
@@ -337,7 +336,7 @@ class DirectCalls:
             word = torch.zeros(512, dtype=torch.bfloat16, device=of.device)
             self._word = (word, torch.empty_like(word))
         if num_barriers:
-            barrier = paths["all_reduce"].planned(self._word[:1], ("sum",), of.group, "default", max_sms=of.max_sms)
+            barrier = paths["all_reduce"].planned(self._word[:1], ("sum",), of.group, "default")
             latency_us = barrier.decide_again().latency_us
             barriers_us = None if latency_us is None else num_barriers * latency_us
         if plan.candidate.variant == "library" or of.device.type == "cpu" or not admits(plan.policy, "library"):
