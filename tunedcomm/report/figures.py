@@ -257,17 +257,12 @@ def _variant_indices() -> dict[str, int]:
     return found
 
 
-def size_ticks(sizes: Sequence[int], most: int = 6) -> list[int]:
-    """Powers of two over the range of `sizes`, few enough for a phone."""
-    low, high = min(sizes).bit_length() - 1, max(sizes).bit_length()
-    stride = next(stride for stride in (1, 2, 4, 5, 10, 20, 40) if (high - low) / stride <= most)
-    first = -(-low // stride) * stride
-    return [1 << power for power in range(first, high + 1, stride)] or [min(sizes)]
-
-
 def axis_of_sizes(sizes: Sequence[int]) -> Axis:
-    """A logarithmic axis in powers of two."""
-    ticks = size_ticks(sizes)
+    """A logarithmic axis with powers of two over the range of `sizes`, few enough for a phone."""
+    low, high = min(sizes).bit_length() - 1, max(sizes).bit_length()
+    stride = next(stride for stride in (1, 2, 4, 5, 10, 20, 40) if (high - low) / stride <= 6)
+    first = -(-low // stride) * stride
+    ticks = [1 << power for power in range(first, high + 1, stride)] or [min(sizes)]
     texts = [format_bytes(tick) for tick in ticks]
     return {"title": {"text": "message"}, "type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": texts}
 

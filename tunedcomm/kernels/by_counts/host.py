@@ -46,9 +46,8 @@ class HostGather(HostVariant, registered=True):
         stage = HostStage(workspace, problem, config)
         copy, own_slots, addresses, rank = stage.copy, stage.own_slots, stage.addresses, stage.ring.rank
         one_count = replace(problem, shape=(1,), dtype="int32", layout="")
-        exchange = Collective.of(GatherCounts.variant, one_count, {**config, "chunk_kib": 16, "threads": 1}).bind(
-            workspace
-        )
+        gather = Collective.of(GatherCounts.variant, one_count, {**config, "chunk_kib": 16, "threads": 1})
+        exchange = gather.bind(workspace)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             x, (out, all_counts) = inputs[0], outputs

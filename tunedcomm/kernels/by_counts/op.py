@@ -18,6 +18,7 @@ all_gather_v also gives the counts, [n] int32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -137,29 +138,19 @@ def sources_of(counts: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Ten
     return rank, row - (ends - counts)[rank]
 
 
-def _with_counts(problem: Problem, values: torch.Tensor, device: Any) -> tuple[torch.Tensor, ...]:
+def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
-    x = values.view(-1, problem.shape[1])
+    counts, (most, row), on_device = sample_counts(problem), problem.shape, problem.layout == DEVICE
+    if problem.op == GATHER:
+        values = draw_any(problem, (most if on_device else counts[rank]) * row, rank, seed, kind, device)
+    else:
+        num_rows = most * problem.world_size if on_device else sum(counts)
+        values = draw((num_rows * row,), problem.dtype, generator_of(rank, seed, device), kind)
     if problem.layout == PADDED:
-        return (x,)
-    on_device = problem.layout == DEVICE
+        return (values.view(-1, row),)
     dtype, place = (torch.int32, device) if on_device else (torch.int64, "cpu")
-    return x, torch.tensor(sample_counts(problem), dtype=dtype, device=place)
-
-
-def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor, ...]:
-    counts, (most, row) = sample_counts(problem), problem.shape
-    num_rows = counts[rank] if problem.op == GATHER else sum(counts)
-    if problem.layout == DEVICE:
-        num_rows = most if problem.op == GATHER else most * problem.world_size
-    return _with_counts(problem, draw_any(problem, num_rows * row, rank, seed, kind, device), device)
-
-
-def _make_summands(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor, ...]:
-    counts, (most, row) = sample_counts(problem), problem.shape
-    num_rows = most * problem.world_size if problem.layout == DEVICE else sum(counts)
-    return _with_counts(problem, draw((num_rows * row,), problem.dtype, generator_of(rank, seed, device), kind), device)
+    return values.view(-1, row), torch.tensor(counts, dtype=dtype, device=place)
 
 
 def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]:
@@ -226,51 +217,44 @@ def _model_shapes(shard: Any) -> list[tuple[int, ...]]:
     return [(shard.tokens_per_rank, shard.model.hidden_size)]
 
 
-ALL_GATHER_V = register_op(
-    OpSpec(
+_spec = functools.partial(
+    OpSpec,
+    rank_of_shape=2,
+    make_inputs=_make_inputs,
+    make_outputs=_make_outputs,
+    message_bytes=lambda problem: problem.nbytes,
+    busbw_factor=shard_factor,
+    default_shapes=_default_shapes,
+    is_per_rank=True,
+    model_shapes=_model_shapes,
+    mask_unspecified=_mask,
+)
+register_op(
+    _spec(
         name=GATHER,
         summary="every rank gets the rows of all ranks, each of which has a number of its own",
         reductions=(),
         dtypes=DTYPES,
         shape_help="most rows of a rank x elements of a row, e.g. 64x7168",
-        rank_of_shape=2,
-        make_inputs=_make_inputs,
-        make_outputs=_make_outputs,
         reference=lambda *arguments: tuple(each.double() for each in _exact(*arguments)),
         tolerance=dict.fromkeys(DTYPES, 0.0),
-        message_bytes=lambda problem: problem.nbytes,
-        busbw_factor=shard_factor,
-        default_shapes=_default_shapes,
         ordered_reference=_exact,
         layouts=(PACKED, DEVICE, PADDED),
         related_forms=lambda problem: ((PACKED, DEVICE, PADDED), ()),
-        is_per_rank=True,
-        model_shapes=_model_shapes,
-        mask_unspecified=_mask,
     )
 )
-
-REDUCE_SCATTER_V = register_op(
-    OpSpec(
+register_op(
+    _spec(
         name=SCATTER,
         summary="every rank gets the sum over all ranks of its rows, of which each has a number of its own",
         reductions=("sum",),
         dtypes=SUM_DTYPES,
         shape_help="most rows of a rank's result x elements of a row, e.g. 64x7168",
-        rank_of_shape=2,
-        make_inputs=_make_summands,
-        make_outputs=_make_outputs,
         reference=lambda *arguments: _summed(*arguments, exact=False),
         tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
-        message_bytes=lambda problem: problem.nbytes,
-        busbw_factor=shard_factor,
-        default_shapes=_default_shapes,
         ordered_reference=lambda *arguments: _summed(*arguments, exact=True),
         layouts=(PACKED, DEVICE),
         related_forms=lambda problem: ((PACKED, DEVICE), ()),
-        is_per_rank=True,
-        model_shapes=_model_shapes,
-        mask_unspecified=_mask,
     )
 )
 
