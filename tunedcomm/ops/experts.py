@@ -34,7 +34,6 @@ from tunedcomm.kernels.moe.op import (
     dispatched,
     in_use,
     offsets_of,
-    shapes_by_token,
     some_rows,
     sum_by_token,
     sums_of_experts,
@@ -291,8 +290,17 @@ class _Dispatch(OpAdapter):
     named: Any
 
     @abstractmethod
+    def problem(self, inputs: Tensors, options: Any, world_size: int, make: Any = problem_of) -> Problem:
+        """As of all adapters; `make` takes the fields."""
+
+    @abstractmethod
     def rows_and_alignment(self, problem: Problem, options: Any) -> tuple[int, int]:
         """Rows of an expert, or of all of them, and the alignment of experts."""
+
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
+        problem = self.problem(inputs, options, world_size, Problem)  # sizes may be symbols, which are not looked up
+        given = {"weighted": inputs[2] is not None, "numbered": inputs[3] is not None}
+        return token_shapes(problem, self.rows_and_alignment(problem, options)[0], **given)
 
     def operands(self, inputs: Tensors, options: Any) -> Tensors:
         x, ids, weights, number = inputs
@@ -363,11 +371,6 @@ class _DispatchSorted(_Dispatch):
             self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=given.layout, scaling=given.quantize,
             mode="eager",
         )  # fmt: skip
-
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
-        problem = self.problem(inputs, options, world_size, Problem)  # sizes may be symbols, which are not looked up
-        given = {"weighted": inputs[2] is not None, "numbered": inputs[3] is not None}
-        return token_shapes(problem, self.rows_and_alignment(problem, options)[0], **given)
 
     def rows_and_alignment(self, problem: Problem, options: Any) -> tuple[int, int]:
         _, capacity, *_, alignment, _ = options
@@ -544,10 +547,6 @@ class _DispatchByToken(_Dispatch):
             self.op, shape, FLOATS[x.dtype], world_size, reduction="", layout=BY_TOKEN, mode="eager",
             input_kind="symmetric" if given.in_buffers else "plain",
         )  # fmt: skip
-
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
-        problem = self.problem(inputs, options, world_size, Problem)
-        return shapes_by_token(problem, weighted=inputs[2] is not None, numbered=inputs[3] is not None)
 
     def rows_and_alignment(self, problem: Problem, options: Any) -> tuple[int, int]:
         """No capacity, and an alignment that nothing depends on."""

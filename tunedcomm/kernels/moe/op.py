@@ -369,10 +369,14 @@ def default_capacity(problem: Problem, alignment: int) -> int:
 def token_shapes(
     problem: Problem, capacity: int, *, weighted: bool, numbered: bool = False
 ) -> list[tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of every output of ep_dispatch in the layouts `padded` and `contiguous`."""
+    """Shape and dtype of every output of ep_dispatch; the layout `tokens` has no capacity."""
     import torch
 
-    s = sizes_of(problem)
+    s, limits = sizes_of(problem), ((2,) if numbered else (0,), torch.int32)
+    if problem.layout == BY_TOKEN:
+        count = problem.world_size * s.tokens
+        weights = ((count, s.topk) if weighted else (0,), torch.float32)
+        return [((count, s.hidden), getattr(torch, problem.dtype)), ((count, s.topk), torch.int32), weights, limits]
     leading = (s.local, capacity) if problem.layout == "padded" else (capacity,)
     scales = {"": (0,), "token": leading, "group128": (*leading, s.num_scales)}[problem.scaling]
     rows = (problem.world_size, s.tokens, s.topk)
@@ -383,7 +387,7 @@ def token_shapes(
         ((s.local + 1,), torch.int32),
         (rows, torch.int32),
         (rows if weighted else (0,), torch.float32),
-        ((2,) if numbered else (0,), torch.int32),
+        limits,
     ]
 
 
@@ -391,19 +395,6 @@ def bytes_of_wire_row(problem: Problem) -> int:
     """Bytes of a row of `wire_rows`."""
     s = sizes_of(problem)
     return s.wire_bytes + 8 * s.topk
-
-
-def shapes_by_token(problem: Problem, *, weighted: bool, numbered: bool = False) -> list[tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of every output of ep_dispatch in the layout `tokens`."""
-    import torch
-
-    s = sizes_of(problem)
-    rows = problem.world_size * s.tokens
-    weights = (rows, s.topk) if weighted else (0,)
-    return [
-        ((rows, s.hidden), getattr(torch, problem.dtype)), ((rows, s.topk), torch.int32), (weights, torch.float32),
-        ((2,) if numbered else (0,), torch.int32),
-    ]  # fmt: skip
 
 
 def _unpack_by_token(
@@ -470,9 +461,7 @@ def dispatched(
 
     (x, ids, *more), *others = everyone
     weights, number = (*more, None, None)[:2]
-    given = {"weighted": weights is not None, "numbered": number is not None}
-    by_token = problem.layout == BY_TOKEN
-    shapes = shapes_by_token(problem, **given) if by_token else token_shapes(problem, capacity, **given)
+    shapes = token_shapes(problem, capacity, weighted=weights is not None, numbered=number is not None)
     shapes = shapes if len(more) > 1 else shapes[:-1]
     made = tuple(torch.zeros(size, dtype=dtype, device=x.device) for size, dtype in shapes)
     wrong = None
@@ -533,9 +522,7 @@ def _sample_weights(problem: Problem, rank: int, seed: int, kind: str, device: A
 def _dispatch_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
-    shapes = token_shapes(problem, _sample_capacity(problem), weighted=False)[:-1]
-    if problem.layout == BY_TOKEN:
-        shapes = shapes_by_token(problem, weighted=True)[:-1]
+    shapes = token_shapes(problem, _sample_capacity(problem), weighted=problem.layout == BY_TOKEN)[:-1]
     return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
 
 
@@ -855,11 +842,10 @@ class CombineLibrary(LibraryVariant, registered=True):
         import torch
         import torch.distributed as dist
 
-        if problem.layout in (BY_TOKEN, BY_RANK):
-            trade = functools.partial(dist.all_to_all_single, group=workspace.group)
-            return combine_by_token(lambda come, sent, stream: trade(come, sent), problem)
-        s, n, overflow = sizes_of(problem), problem.world_size, Overflow.of(workspace.group, workspace.device)
         exchange: Any = functools.partial(dist.all_to_all_single, group=workspace.group)
+        if problem.layout in (BY_TOKEN, BY_RANK):
+            return combine_by_token(lambda come, sent, stream: exchange(come, sent), problem)
+        s, n, overflow = sizes_of(problem), problem.world_size, Overflow.of(workspace.group, workspace.device)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             results, weights, ids, rows, *limits = inputs

@@ -36,6 +36,7 @@ Numerics: ordered. Graph-safe. Source: own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -800,14 +801,15 @@ class GridVariant(KernelVariant):
         workspace: Workspace,
         arguments: tuple[Any, ...],
         given: Collection[str],
+        known: Mapping[str, int] = {},
         request: CompileRequest | None = None,
         num_blocks: int = 0,
         **constants: Any,
     ) -> Callable[[], Callable[..., None] | None]:
         """`_Further.launch` of a kernel with `constants` that takes the arguments `given`, too.
 
-        It gives None also where there is no such kernel, or no memory for it. `request` and `num_blocks` name a kernel
-        that is not the main one.
+        Calls bring those that are not `known`. It gives None also where there is no such kernel, or no memory for it.
+        `request` and `num_blocks` name a kernel that is not the main one.
         """
         room = workspace.layout.staging_bytes
         if not self.plain or self.staged(problem, config) + self.optional_bytes(problem, config) > room:
@@ -815,7 +817,7 @@ class GridVariant(KernelVariant):
         request, num_blocks = request or self.request(problem, config), num_blocks or self.num_blocks(problem, config)
         kept = {name: value for name, value in request.constants if name not in given}
         request = replace(request, constants=tuple(sorted({**kept, **constants}.items())))
-        made = _Further(request, num_blocks, workspace, arguments)
+        made = _Further(request, num_blocks, workspace, (*arguments, *map(known.get, given)))
         of_group = _further.setdefault(workspace, weakref.WeakValueDictionary())
         key = replace(problem, mode="eager"), request.function, tuple(given)
         made.by_mode = of_group.setdefault(key, made.by_mode)
@@ -965,7 +967,7 @@ class DispatchVariant(GridVariant):
         s, device, mode = sizes_of(problem), workspace.device, problem.mode
         on_host = device.type == "cpu"
         overflow = Overflow.of(workspace.group, device)
-        packets = self.packets(problem)
+        packets, further = self.packets(problem), functools.partial(self.further, problem, config, workspace)
         quantise = count = None
         recount: Callable[[], Callable[..., None] | None] = lambda: None  # noqa: E731
         wire_nbytes = s.tokens * packets * PACKET_BYTES if problem.scaling else 0
@@ -981,9 +983,7 @@ class DispatchVariant(GridVariant):
             blocks = max(-(-num_ids // int(SPAN.value)), 1)
             request, fixed = self.count_request(problem), (None, None, num_ids, own)
             count = bind_kernel(request, blocks, device).fix(fixed)
-            recount = self.further(
-                problem, config, workspace, (*fixed, None), ("number",), request, blocks, NUMBERED=True
-            )
+            recount = further(fixed, ("number",), request=request, num_blocks=blocks, NUMBERED=True)
         kernel = bind_kernel(self.request(problem, config), self.num_blocks(problem, config), device)
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES, packets)
         counted = (own,) if "chunk_tokens" in config else ()
@@ -991,14 +991,10 @@ class DispatchVariant(GridVariant):
         has_forms = "WEIGHTED" in self.plain  # lamport's kernel takes weights or 0 among its first arguments
         arguments = (*(None,) * (10 if has_forms else 12), *sizes, *lane_arguments(problem, workspace), *extra)
         launch = kernel.fix(arguments)
-        two: tuple[Any, ...] = (*arguments, None, None)
-        names: tuple[str, ...] = ("weights", "weights_out")
-        weighted = self.further(problem, config, workspace, two, names, WEIGHTED=True) if has_forms else lambda: None
-        if has_forms:
-            four, names = (*two, None, None), (*names, "number", "limits")
-            numbered = self.further(problem, config, workspace, four, names, WEIGHTED=True, NUMBERED=True)
-        else:
-            numbered = self.further(problem, config, workspace, two, ("number", "limits"), NUMBERED=True)
+        travelling: tuple[str, ...] = ("weights", "weights_out") if has_forms else ()
+        with_weights: dict[str, Any] = {"WEIGHTED": True} if has_forms else {}
+        weighted = further(arguments, travelling, **with_weights) if has_forms else None
+        numbered = further(arguments, (*travelling, "number", "limits"), **with_weights, NUMBERED=True)
         gather, group = all_gather_single(), workspace.group
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -1007,11 +1003,11 @@ class DispatchVariant(GridVariant):
             weights = rest.pop(0) if outputs[5].numel() else None
             limits = outputs[6] if len(outputs) > 6 and outputs[6].numel() else None
             chosen, counting, code = launch, count, None
-            further: tuple[int, ...] = ()
+            numbers: tuple[int, ...] = ()
             if limits is not None:
                 number, of_number, recounting = rest.pop(0), numbered(), recount()
                 if of_number is not None and (count is None or recounting is not None):
-                    chosen, counting, further = of_number, recounting, (number.data_ptr(), limits.data_ptr())
+                    chosen, counting, numbers = of_number, recounting, (number.data_ptr(), limits.data_ptr())
                 else:
                     ids, weights, code = within_number(ids, weights, number, limits)
             source, words = x.data_ptr(), ids.element_size() // 4
@@ -1019,15 +1015,15 @@ class DispatchVariant(GridVariant):
                 quantise(stream, source)
                 source = wire
             if counting is not None:
-                counting(stream, ids.data_ptr(), words, *further[:1])
+                counting(stream, ids.data_ptr(), words, *numbers[:1])
             addresses = [tensor.data_ptr() for tensor in (ids, *outputs[:5])]
             sizes = (words, capacity_of(problem, outputs[0]), int(rest[0]) if rest else ALIGNMENT)
             travel: tuple[int, ...] = (0, 0) if weights is None else (weights.data_ptr(), outputs[5].data_ptr())
-            if has_forms and not further and (weights is None or (chosen := weighted() or launch) is launch):
+            if weighted is not None and not numbers and (weights is None or (chosen := weighted() or launch) is launch):
                 travel = ()
                 if weights is not None:
                     gather(outputs[5], weights.unsqueeze(0) + 0.0, group=group)  # −0.0 arrives as 0.0
-            chosen(stream, source, *addresses, *sizes, *travel, *further)
+            chosen(stream, source, *addresses, *sizes, *travel, *numbers)
             if code is not None:
                 overflow.note(code, s.tokens, workspace)
             if on_host:  # the interpreter has run the kernels to their end
@@ -1085,7 +1081,7 @@ class CombineVariant(GridVariant):
         extra = self.arguments(problem, config, workspace)
         arguments = (*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra)
         launch = kernel.fix(arguments)
-        numbered = self.further(problem, config, workspace, (*arguments, None), ("limits",), NUMBERED=True)
+        numbered = self.further(problem, config, workspace, arguments, ("limits",), NUMBERED=True)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             overflow.check(workspace)

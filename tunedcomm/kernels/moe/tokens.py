@@ -829,6 +829,9 @@ class _ByToken(GridVariant):
         wanted = problem.input_kind == "symmetric"
         return self.in_buffers == wanted and not are_few(problem, limits)
 
+    def token_bytes(self, problem: Problem) -> int:
+        return problem.world_size * sizes_of(problem).row_bytes
+
     def line_bytes(self, problem: Problem) -> int:
         """Bytes of a token's ids and weights as they travel."""
         return 8 * power_of_2(problem.shape[2])
@@ -882,9 +885,9 @@ class _ByToken(GridVariant):
         constants, _ = self.with_number(problem, config, layout)
         if not constants:
             return lambda: None
-        stage = (layout.arena, layout.stage_bytes) if "FEW" in constants else ()
-        names = tuple(name for name in self.plain if name not in constants)
-        return self.further(problem, config, workspace, (*arguments, *stage), names, **dict[str, Any](constants))
+        known = {"arena": layout.arena, "stage_bytes": layout.stage_bytes}
+        names = [name for name in self.plain if name not in constants]
+        return self.further(problem, config, workspace, arguments, names, known, **dict[str, Any](constants))
 
 
 class _Lamport(_ByToken):
@@ -940,7 +943,7 @@ class _Dispatch(_ByToken):
         given = (None,) * (10 if self.in_buffers else 7)
         arguments = (*given, *sizes, *lane_arguments(problem, workspace), *extra)
         launch = kernel.fix(arguments)
-        numbered = self.numbered(problem, config, workspace, (*arguments, None, None))
+        numbered = self.numbered(problem, config, workspace, arguments)
         on_host, peers_of = workspace.device.type == "cpu", workspace.peers_of
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -993,7 +996,7 @@ class _Combine(_ByToken):
         sizes = (s.tokens, s.row_bytes // PACKET_BYTES)
         extra, peers_of = self.arguments(problem, config, workspace), workspace.peers_of
         arguments = (*(None,) * 6, *sizes, *lane_arguments(problem, workspace), *extra)
-        launch, numbered = kernel.fix(arguments), self.numbered(problem, config, workspace, (*arguments, None))
+        launch, numbered = kernel.fix(arguments), self.numbered(problem, config, workspace, arguments)
         by_rank, in_buffers = problem.layout == BY_RANK, self.in_buffers
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -1033,9 +1036,6 @@ class DispatchTokensPush(_Push, _Dispatch, registered=True):
     summary = "layout tokens, in pieces through the peers' memory ordered by flags; for many tokens"
     kernels = (dispatch_tokens_push_kernel,)
 
-    def token_bytes(self, problem: Problem) -> int:
-        return problem.world_size * sizes_of(problem).row_bytes
-
     def further_bytes(self, problem: Problem, config: Config) -> int:
         entries = min(self.num_chunks(problem, config), int(RING.value)) * self.span(problem, config)
         lines = problem.world_size * entries * int(config["split"])
@@ -1053,9 +1053,6 @@ class CombineTokensLamport(_Lamport, _Combine, registered=True):
             preferred |= {"num_blocks": 256, "num_warps": 8, "split": 4, "items": 1}
         return preferred
 
-    def token_bytes(self, problem: Problem) -> int:
-        return problem.world_size * sizes_of(problem).row_bytes
-
     def further_bytes(self, problem: Problem, config: Config) -> int:
         return problem.world_size * int(config["num_blocks"]) * PACKET_BYTES  # of the words of blocks
 
@@ -1063,9 +1060,6 @@ class CombineTokensLamport(_Lamport, _Combine, registered=True):
 class CombineTokensPush(_Push, _Combine, registered=True):
     summary = "layouts tokens and rank, results in pieces through the peers' memory ordered by flags; for many tokens"
     kernels = (combine_tokens_push_kernel,)
-
-    def token_bytes(self, problem: Problem) -> int:
-        return problem.world_size * sizes_of(problem).row_bytes
 
     def preferred_config(self, problem: Problem, limits: Limits) -> dict[str, float]:
         if problem.layout != BY_RANK or problem.shape[0] < 512 or max(problem.shape[2], 2 * problem.world_size) > 8:
