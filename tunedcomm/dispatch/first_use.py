@@ -143,9 +143,7 @@ def _outcome(
     except (PeerTimeoutError, GroupAbortedError):
         raise
     except Exception as error:  # noqa: BLE001 - the ranks vote on it
-        lacks_memory = is_out_of_memory(error)
-        text = "no memory for its check" if lacks_memory else f"it does not compile: {type(error).__name__}: {error}"
-        refusal = _Outcome("skipped" if lacks_memory else "failed", text)
+        refusal = _refusal_for(error)
     refusals: list[_Outcome] = communicator.exchange(refusal)
     if why := by_reason([each.why for each in refusals]):
         return _Outcome("failed" if any(each.status == "failed" for each in refusals) else "skipped", why)
@@ -172,6 +170,12 @@ def _outcome(
         outcome = _timed(communicator, sample, launch, by_library, calls[0])
     _release(communicator, sample, calls)
     return outcome
+
+
+def _refusal_for(error: Exception) -> _Outcome:
+    if is_out_of_memory(error):
+        return _Outcome("skipped", "no memory for its check")
+    return _Outcome("failed", f"it does not compile: {type(error).__name__}: {error}")
 
 
 def _timed(communicator: Communicator, sample: Problem, launch: Launch, by_library: Launch, call: _Call) -> _Outcome:

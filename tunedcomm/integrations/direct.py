@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,9 +36,6 @@ from tunedcomm.ops.fast_call import is_capturing
 from tunedcomm.ops.gemm import OUT_DTYPES, ag_gemm, gemm_rs, list_path
 from tunedcomm.selection.select import Decision
 from tunedcomm.spec import Problem, admits, get_op
-
-if TYPE_CHECKING:
-    from tunedcomm.integrations.intercept import RoutedGroup
 
 # Above it PyTorch's two-shot takes as long as ours and two barriers: bench/results/collectives_h100.csv.
 _MOST_BYTES = 8 << 20
@@ -280,10 +277,10 @@ class DirectCalls:
     """The calls of a group that is intercepted.
 
     Args:
-        of: the group.
+        of: the group, a `RoutedGroup` of `intercept`.
     """
 
-    def __init__(self, of: RoutedGroup) -> None:
+    def __init__(self, of: Any) -> None:
         self._of = of
         self._word: Tensors = ()  # input and output of a barrier
         self._weights: set[Hashable] | None = set()  # alike on all ranks; None: ranks differ

@@ -819,46 +819,66 @@ def ep_dispatch(
             tokens, scales = _unpacked(sent.tokens, x.shape[1], scales)
             whole: DispatchResult | TokenDispatchResult = replace(sent, tokens=tokens, scales=scales)
             return whole
+        inputs = (x, topk_ids, topk_weights, num_tokens)
         if layout == BY_TOKEN:
             if capacity is not None or quantize is not None or alignment != ALIGNMENT:
                 raise UnsupportedInputError("layout='tokens' takes no capacity, quantize and alignment; leave them out")
-            outputs: list[Any] = [None, None, None]  # and limits of tokens
-            output = None
-            if buffers is not None:
-                *outputs, output = buffers.next_slot(x, topk_ids, group)
-                if topk_weights is None:
-                    outputs[2] = x.new_empty(0, dtype=torch.float32)
-            choices = (num_experts, records, buffers is not None)
-            given = (x, topk_ids, topk_weights, num_tokens, *outputs, None)
-            found = path.call(given, choices, group, "default", max_sms)
-            turn = 0 if buffers is None else buffers.count()
-            row_ids, num_rows = _rows_in_use(found[1]) if compact else (None, None)
-            weights = None if topk_weights is None else found[2]
-            return TokenDispatchResult(
-                found[0], found[1], weights, topk_ids, num_experts, row_ids, num_rows, group, output, buffers, turn,
-                token_limits=None if num_tokens is None else found[3],
-            )  # fmt: skip
+            return _sent_by_token(inputs, num_experts, buffers, group, max_sms, records=records, compact=compact)
         if compact or buffers is not None:
             raise UnsupportedInputError(f"compact and buffers are for layout='tokens', not {layout!r}")
-        wide = topk_weights is not None and topk_weights.dtype == torch.float64
-        if topk_weights is not None and wide:
-            _check_weights("ep_dispatch", topk_weights, topk_ids)
-        inputs = (x, topk_ids, None if wide else topk_weights, num_tokens)
-        options = (num_experts, capacity, layout, quantize or "", alignment, torch.is_grad_enabled())
-        tokens, scales, counts, offsets, rows, come, limits = path.call(
-            (*inputs, *(None,) * len(_DispatchSorted.outputs)), options, group, "default", max_sms
-        )
-        weights = None if topk_weights is None else come
-        if topk_weights is not None and wide:
-            topk_weights = topk_weights if num_tokens is None else in_use(topk_weights, num_tokens, 0)
-            weights = _of_all_ranks(topk_weights, group, max_sms)
-        return DispatchResult(
-            tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group, weights,
-            None if num_tokens is None else limits,
-        )  # fmt: skip
+        return _sent_sorted(inputs, (num_experts, capacity, layout, quantize or "", alignment), group, max_sms)
     except BaseException as error:
         path.on_error(error, x, group)
         raise
+
+
+def _sent_by_token(
+    inputs: Tensors,
+    num_experts: int,
+    buffers: ExpertBuffers | None,
+    group: Group,
+    max_sms: int | None,
+    *,
+    records: bool,
+    compact: bool,
+) -> TokenDispatchResult:
+    """`ep_dispatch` in the layout `tokens`."""
+    x, topk_ids, topk_weights, num_tokens = inputs
+    outputs: list[Any] = [None, None, None]  # and limits of tokens
+    output = None
+    if buffers is not None:
+        *outputs, output = buffers.next_slot(x, topk_ids, group)
+        if topk_weights is None:
+            outputs[2] = x.new_empty(0, dtype=torch.float32)
+    choices = (num_experts, records, buffers is not None)
+    found = _dispatch_tokens.call((*inputs, *outputs, None), choices, group, "default", max_sms)
+    turn = 0 if buffers is None else buffers.count()
+    row_ids, num_rows = _rows_in_use(found[1]) if compact else (None, None)
+    weights = None if topk_weights is None else found[2]
+    return TokenDispatchResult(
+        found[0], found[1], weights, topk_ids, num_experts, row_ids, num_rows, group, output, buffers, turn,
+        token_limits=None if num_tokens is None else found[3],
+    )  # fmt: skip
+
+
+def _sent_sorted(inputs: Tensors, options: tuple[Any, ...], group: Group, max_sms: int | None) -> DispatchResult:
+    """`ep_dispatch` in the layouts `padded` and `contiguous`."""
+    x, topk_ids, topk_weights, num_tokens = inputs
+    wide = topk_weights is not None and topk_weights.dtype == torch.float64
+    if wide:
+        _check_weights("ep_dispatch", topk_weights, topk_ids)
+    tensors = (x, topk_ids, None if wide else topk_weights, num_tokens, *(None,) * len(_DispatchSorted.outputs))
+    tokens, scales, counts, offsets, rows, weights, limits = _dispatch.call(
+        tensors, (*options, torch.is_grad_enabled()), group, "default", max_sms
+    )
+    if wide:
+        in_range = topk_weights if num_tokens is None else in_use(topk_weights, num_tokens, 0)
+        weights = _of_all_ranks(in_range, group, max_sms)
+    num_experts, *_, quantize, _ = options
+    return DispatchResult(
+        tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group,
+        None if topk_weights is None else weights, None if num_tokens is None else limits,
+    )  # fmt: skip
 
 
 def _chosen_ids(
@@ -925,6 +945,25 @@ def _rows_in_use(expert_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return listed[:count], used.sum(dtype=torch.int32)
 
 
+def _combine_refusal(sent: Any, topk_weights: Any, reduce: str, wire: str | None) -> str:
+    """The reason why arguments of `ep_combine` do not go together, or ""."""
+    by_token = isinstance(sent, TokenDispatchResult)
+    if reduce not in ("token", "rank") or (by_token and reduce == "rank"):
+        return f"reduce={reduce!r} is none here; allowed: 'token', and 'rank' for padded and contiguous layouts"
+    if wire is not None and not by_token and reduce != "rank":
+        return "wire of ep_combine is for the layout 'tokens' and for reduce='rank'"
+    if not isinstance(sent, (TokenDispatchResult, DispatchResult)):
+        return f"sent is a {type(sent).__name__}; pass what ep_dispatch returned"
+    travelled = by_token or (reduce == "rank" and sent.weights is not None)
+    if travelled != (topk_weights is not None):
+        return ""
+    if by_token:
+        return "in the layout 'tokens' ep_combine takes no topk_weights: rows of expert_out are sums by weight"
+    if travelled:
+        return "topk_weights were passed to ep_dispatch; leave them out of ep_combine"
+    return "ep_combine needs topk_weights of shape [tokens, top-k]"
+
+
 def ep_combine(
     expert_out: torch.Tensor,
     sent: DispatchResult | TokenDispatchResult,
@@ -976,25 +1015,10 @@ def ep_combine(
     by_token = isinstance(sent, TokenDispatchResult)
     path = _combine_rank if reduce == "rank" else _combine
     try:
-        if reduce not in ("token", "rank") or (by_token and reduce == "rank"):
-            raise UnsupportedInputError(
-                f"reduce={reduce!r} is none here; allowed: 'token', and 'rank' for padded and contiguous layouts"
-            )
         if wire is not None:
             check_wire("ep_combine", expert_out, wire)
-            if not by_token and reduce != "rank":
-                raise UnsupportedInputError("wire of ep_combine is for the layout 'tokens' and for reduce='rank'")
-        if not isinstance(sent, (TokenDispatchResult, DispatchResult)):
-            raise UnsupportedInputError(f"sent is a {type(sent).__name__}; pass what ep_dispatch returned")
-        travelled = by_token or (reduce == "rank" and sent.weights is not None)
-        if travelled == (topk_weights is not None):
-            raise UnsupportedInputError(
-                "in the layout 'tokens' ep_combine takes no topk_weights: rows of expert_out are sums by weight"
-                if by_token
-                else "topk_weights were passed to ep_dispatch; leave them out of ep_combine"
-                if travelled
-                else "ep_combine needs topk_weights of shape [tokens, top-k]"
-            )
+        if why := _combine_refusal(sent, topk_weights, reduce, wire):
+            raise UnsupportedInputError(why)
         ids, limits = sent.topk_ids, sent.token_limits
         in_buffers = isinstance(sent, TokenDispatchResult) and sent.buffers is not None
         zeros = limits is not None and torch.is_grad_enabled() and not in_buffers and out is None
