@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-import tunedcomm.kernels  # noqa: F401 - chooses Triton's interpreter before a module here imports Inductor
-from tunedcomm import settings
+from tunedcomm import (
+    kernels,  # noqa: F401 - chooses Triton's interpreter before a module here imports Inductor
+    settings,
+)
 from tunedcomm.db.targets import warn_once
 from tunedcomm.errors import UnsupportedVersionError
 

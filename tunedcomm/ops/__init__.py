@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -89,9 +89,10 @@ def explain(
 def _asked(op: str, inputs: Tensors) -> tuple[Communicator, Problem]:
     """The problem of a call with these inputs and with defaults, on the communicator of the default group."""
     path = next((path for path in paths.values() if path.adapter.op == get_op(op).name), None)
-    public = inspect.signature(getattr(importlib.import_module("tunedcomm"), op)).parameters if path else {}
+    public: Any = getattr(sys.modules[type(path.adapter).__module__], op, None) if path else None
+    defaults = {} if public is None else inspect.signature(public).parameters
     names = [] if path is None else [option.split()[-1] for option in path.adapter.options]
-    options = tuple([public[name].default if name in public else inspect.Parameter.empty for name in names])
+    options = tuple([defaults[name].default if name in defaults else inspect.Parameter.empty for name in names])
     if path is None or inspect.Parameter.empty in options:
         raise UnsupportedInputError(f"calls of {op} need more than tensors: pass a communicator and a Problem")
     inputs += (None,) * (len(path.adapter.inputs) - len(inputs))

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import fx
 from torch._inductor import config, custom_graph_pass
 
-import tunedcomm.ops  # noqa: F401 - defines the operators that graphs are rewritten to
+from tunedcomm import ops  # noqa: F401 - defines the operators that graphs are rewritten to
 from tunedcomm.dispatch.communicator import drop_at_exit
 from tunedcomm.dispatch.decide import check_limit, check_policy, forced_here
 from tunedcomm.dispatch.groups import get_communicator
