@@ -35,6 +35,7 @@ from tunedcomm.dispatch.launches import (
     LaneOrder,
     NanWatch,
     after,
+    around,
     counted,
     in_range,
     interpreted,
@@ -590,19 +591,19 @@ class Communicator:
         if candidate is not None:
             uses_kernels = bool(get_variant(candidate.op, candidate.variant).kernels)
             if self.settings.nvtx and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-                launch = in_range(launch, f"{problem}: {candidate}")
+                launch = around(launch, in_range, f"{problem}: {candidate}")
             if is_large and problem.mode == "graph":
                 launch = self._lane_order.captured(launch)
             elif self.device.type == "cpu" and uses_kernels:
-                launch = interpreted(launch, str(candidate), self.control, self.ring)
+                launch = around(launch, interpreted, str(candidate), self.control, self.ring)
             elif self.ring is not None and self.world_size > 1 and not candidate.variant.startswith("host_"):
-                launch = after(launch, partial(self.ring.meet, f"{problem.op} (called eagerly)"))
+                launch = around(launch, after, partial(self.ring.meet, f"{problem.op} (called eagerly)"))
         if not for_calls:
             return launch
         if not isinstance(launch, AddressLaunch):  # which runs kernels alone: no surroundings reach them
             launch = undisturbed(launch, self.device.type)
         if counter is not None:
-            launch = counted(launch, counter)
+            launch = around(launch, counted, counter)
         if self._lane_order.taken and problem.mode == "eager":
             launch = self._lane_order.eager(launch)
         if self.nan_watch is not None and has_input:

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,23 +70,13 @@ def may_intercept() -> bool:
     return _thread.intercepts
 
 
-_Arguments = ParamSpec("_Arguments")
+def around(launch: Launch, wrap: Callable[..., Callable[..., None]], *arguments: Any) -> Launch:
+    """`wrap(launch, *arguments)`, a function that passes on whatever it gets; a launch by address stays one."""
+    if isinstance(launch, AddressLaunch):
+        return replace(launch, by_address=wrap(launch.by_address, *arguments))
+    return wrap(launch, *arguments)
 
 
-def takes_addresses(
-    wrap: Callable[Concatenate[Callable[..., None], _Arguments], Callable[..., None]],
-) -> Callable[Concatenate[Launch, _Arguments], Launch]:
-    """Let `wrap`, whose function passes on whatever it gets, wrap a launch by address, too; that stays one."""
-
-    def wrap_either(launch: Launch, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> Launch:
-        if isinstance(launch, AddressLaunch):
-            return replace(launch, by_address=wrap(launch.by_address, *arguments, **named))
-        return wrap(launch, *arguments, **named)
-
-    return wrap_either
-
-
-@takes_addresses
 def in_range(launch: Callable[..., None], name: str) -> Callable[..., None]:
     """Launch in an NVTX range."""
 
@@ -97,7 +87,6 @@ def in_range(launch: Callable[..., None], name: str) -> Callable[..., None]:
     return launch_in_range
 
 
-@takes_addresses
 def interpreted(launch: Callable[..., None], what: str, control: Control, ring: HostRing | None) -> Callable[..., None]:
     """Launch the candidate `what` in the interpreter: afterwards it has run, so a peer that did not come is known."""
 
@@ -115,7 +104,6 @@ def interpreted(launch: Callable[..., None], what: str, control: Control, ring: 
     return launch_and_check
 
 
-@takes_addresses
 def after(launch: Callable[..., None], meet: Callable[[], None]) -> Callable[..., None]:
     """Launch after a meeting: what waits in the library would not see that a peer ended the group."""
 
@@ -126,7 +114,6 @@ def after(launch: Callable[..., None], meet: Callable[[], None]) -> Callable[...
     return meet_and_launch
 
 
-@takes_addresses
 def counted(launch: Callable[..., None], counter: Counter) -> Callable[..., None]:
     """Count the calls of an untuned problem."""
 
