@@ -37,10 +37,13 @@ def _device() -> str:
 
 
 def _used() -> int:
+    """Bytes in use on this rank's GPU, while no rank goes on: what a rank does next takes memory of others' GPUs, too."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    dist.barrier()
     free, total = torch.cuda.mem_get_info()
+    dist.barrier()
     return total - free
 
 
@@ -72,11 +75,9 @@ def memory_body() -> dict[str, object]:
             with tunedcomm.force("all_reduce", "two_shot"):
                 tunedcomm.all_reduce(large, group=group)
             grown = _used() - nccl
-        dist.barrier()
         dist.destroy_process_group(group)
         del group
         found[turn] = {"first": first, "held": held, "grown": grown, "left": _used() - begin}
-        dist.barrier()  # what comes next on a rank takes memory of other ranks' GPUs, too
     result = {turn: {name: round(value / MIB, 1) for name, value in each.items()} for turn, each in found.items()}
     assert found["group"]["first"] <= 48 * MIB, result
     assert found["group"]["grown"] >= found["group"]["first"] + 8 * MIB, result
