@@ -29,7 +29,7 @@ from tunedcomm.db.targets import warn_once
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.decide import MISSES
 from tunedcomm.dispatch.groups import get_communicator
-from tunedcomm.dispatch.misses import counter
+from tunedcomm.dispatch.misses import note_problem
 from tunedcomm.dispatch.plans import explain, plan_for
 from tunedcomm.errors import DatabaseError, InfeasibleError, UnsupportedInputError
 from tunedcomm.kernels import source_hash_of
@@ -119,7 +119,7 @@ class Autotune:
         self._outer, communicator.noted = communicator.noted, {}
         communicator.forget_eager_plans()  # new plans note their problems
         for plan in communicator.plans.values():
-            counter(communicator, plan.problem, plan.source, plan.policy)
+            note_problem(communicator, plan.problem, plan.source, plan.policy)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -156,7 +156,7 @@ class Autotune:
         before = {problem: decision_on(communicator, problem, policy) for problem, policy in problems.items()}
         options = job_settings(communicator.limits, problems, widest([*problems.values(), "default"]))
         progress = _Progress(self._budget_s, self._compile_s)
-        search, binaries = self._plan(before, options) if communicator.rank == 0 else (None, ())
+        search, binaries = self._search_and_binaries(before, options) if communicator.rank == 0 else (None, ())
         if options.backend == "cuda":
             capability = communicator.environment.compute_capability
             compile_together(communicator, binaries, capability, self._compile_s, progress.show_compiling)
@@ -185,7 +185,7 @@ class Autotune:
         self.results, self.seconds = tuple(results), time.monotonic() - begin
         logger.info("tuned %d problems in %.1f s with %d trials", len(results), self.seconds, self.num_trials)
 
-    def _plan(
+    def _search_and_binaries(
         self, before: Mapping[Problem, Decision | None], options: Settings
     ) -> tuple[Coordinator, Collection[CompileRequest]]:
         """The search, and the binaries that it launches first."""
@@ -422,7 +422,7 @@ def main(result_file: str) -> int:
     return 0
 
 
-def after_warmup(group: dist.ProcessGroup, device: torch.device) -> None:
+def tune_or_check(group: dist.ProcessGroup, device: torch.device) -> None:
     """Tune or check as TUNEDCOMM_AUTOTUNE says, once for a group; collective over the group then."""
     communicator = get_communicator(group, device)
     noted, wanted = communicator.noted, communicator.settings.autotune

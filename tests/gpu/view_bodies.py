@@ -37,7 +37,7 @@ def _device() -> str:
 
 
 def _used() -> int:
-    """Bytes in use on this rank's GPU, while no rank goes on: what a rank does next takes memory of others' GPUs, too."""
+    """Bytes in use on this rank's GPU, while every rank waits: each one takes memory of the others' GPUs, too."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -79,6 +79,16 @@ def test_explain_says_where_the_mode_makes_a_call_raise(stored: str, monkeypatch
     assert "InfeasibleError" in explain(stored, "--op", "all_to_all").out
 
 
+def test_lookup_refuses_what_a_call_refuses(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the mode `off`, where the policy leaves out the library."""
+    monkeypatch.setenv("TUNEDCOMM_MODE", "off")
+    asked = ("lookup", *ASK, *ON_H200, "--db", stored)
+    assert run(*asked).out.startswith("library")
+    refused = run(*asked, "--numerics", "ordered")
+    assert refused.code != 0
+    assert "TUNEDCOMM_MODE=off" in refused.err
+
+
 def test_explain_says_what_the_same_bits_cost(tmp_path: Path) -> None:
     """Where an ordered variant is measured, and something else runs."""
     times = {"library": 3.0, "lamport": 4.0, "two_shot": 7.0}

@@ -76,7 +76,7 @@ def test_without_a_home_the_other_layers_serve(
         assert [layer.name for layer in all_layers()] == ["site"]
         assert len(load_snapshot(H200, 4).rows) == 1
         assert [layer.name for layer in read_layers(None)] == ["site"]
-        assert misses.counter(_first_rank(), trial().problem, "library") is None, "nothing to note it in"
+        assert misses.note_problem(_first_rank(), trial().problem, "library") is None, "nothing to note it in"
     assert len(caplog.records) == 1
     assert "Set HOME, or TUNEDCOMM_DB" in caplog.text
     assert not (tmp_path / "~").exists()

@@ -77,9 +77,7 @@ def decide_offline(options: CallOptions, *, with_left_out: bool = True) -> Decis
         read = partial(load_snapshot, environment, problem.world_size, layers=layers, strict=strict)
         snapshot = with_checks(read(borrow=borrow, like=problem))
         limits = limits_for(environment, problem.world_size)
-        forced = forced_candidate(problem, limits)
-        if forced is None and settings.mode() == "off":
-            forced = Candidate.of(problem.op, "library", {})
+        forced = forced_candidate(problem, options.numerics, limits, settings.mode())
         decision = decide(problem, snapshot, limits, policy=options.numerics, forced=forced, max_sms=options.max_sms)
         decision = note_force_mode(decision, settings.mode())
         decision = replace(decision, problem=problem, asked_for=environment)

@@ -325,14 +325,14 @@ class Communicator:
         lanes = () if self.workspace is None else self.workspace.lanes.values()
         return all(self.exchange(bool(lanes) and all(lane.multicast for lane in lanes)))
 
-    def _agree_on_snapshot(self, find: Callable[[], Sequence[Layer] | None] = lambda: None) -> Snapshot:
-        """Rank 0's merged layers on every rank; `find` names them there, None means every process' layers."""
+    def _agree_on_snapshot(self, prepare: Callable[[], Sequence[Layer] | None] = lambda: None) -> Snapshot:
+        """Rank 0's merged layers on every rank; see `reload_snapshot`."""
 
         def load() -> tuple[Snapshot | None, tuple[LayerFingerprint, ...]]:
             if self.rank != 0:
                 return None, layer_fingerprints()
             borrow, sources = self.settings.borrow, self.settings.sources
-            if (layers := find()) is None:
+            if (layers := prepare()) is None:
                 found = kept_snapshot(self.environment, self.world_size, borrow=borrow, sources=sources)
             else:
                 found = load_snapshot(self.environment, self.world_size, layers=layers, borrow=borrow)
@@ -354,16 +354,17 @@ class Communicator:
     def _agree_on_digest(self, make: Callable[[], Snapshot]) -> Snapshot:
         return agree(self.group, "snapshot", make, lambda snapshot: {"digest": snapshot.digest})
 
-    def reload_snapshot(self, find: Callable[[], Sequence[Layer] | None] = lambda: None) -> None:
+    def reload_snapshot(self, prepare: Callable[[], Sequence[Layer] | None] = lambda: None) -> None:
         """Dispatch from what rank 0's databases hold now; plans are made anew. Collective.
 
         Args:
-            find: called on rank 0 before they are read, and names them; None stands for the layers of every process.
+            prepare: called on rank 0 before they are read: stores what they lack, and returns the layers to read; None
+                stands for the layers of every process.
 
         Raises:
-            Exception: what rank 0's `find` raised; AgreementError on the other ranks.
+            Exception: what `prepare` raised on rank 0; AgreementError on the other ranks.
         """
-        self.snapshot = self._agree_on_snapshot(find)
+        self.snapshot = self._agree_on_snapshot(prepare)
         self.forget_plans()
 
     def replace_snapshot(self, snapshot: Snapshot) -> None:

@@ -12,6 +12,8 @@ from tunedcomm.spec import Problem, get_op
 # Times an op's tolerance that a kernel's result may differ from the library's.
 _ALLOWED = 4
 _SIXTEEN_BITS = 2  # bytes
+# Smaller tensors are compared on the host: a process spends 0.1 s to load the GPU kernels of its first comparison.
+_HOST_BYTES = 256 << 10
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -34,6 +36,10 @@ def fresh_copies(
     )
 
 
+def _to_compare(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu() if x.nbytes <= _HOST_BYTES else x
+
+
 def _norm(x: torch.Tensor) -> float:
     """The norm of a tensor's finite elements."""
     wide = x.float() if x.element_size() <= _SIXTEEN_BITS else x
@@ -42,7 +48,7 @@ def _norm(x: torch.Tensor) -> float:
 
 def norm_of_input(problem: Problem, inputs: tuple[Any, ...]) -> float:
     """Norm of the first input of a reduction, whose terms may cancel; 0 for other ops. Ask before the launch."""
-    return _norm(inputs[0]) if problem.reduction and inputs[0].is_floating_point() else 0.0
+    return _norm(_to_compare(inputs[0])) if problem.reduction and inputs[0].is_floating_point() else 0.0
 
 
 def fault_of(
@@ -64,8 +70,8 @@ def fault_of(
     """
     spec = get_op(problem.op)
     tolerance = spec.tolerance_of(problem)
-    outputs, expected = (spec.mask_unspecified(problem, inputs, each)[1] for each in (outputs, expected))
-    for index, (output, due) in enumerate(zip(outputs, expected, strict=True)):
+    results = (spec.mask_unspecified(problem, inputs, each)[1] for each in (outputs, expected))
+    for index, (output, due) in enumerate(zip(*(map(_to_compare, each) for each in results), strict=True)):
         if tolerance and output.is_floating_point():
             wide = torch.float32 if output.element_size() <= _SIXTEEN_BITS else torch.float64
             finite = due.to(wide).isfinite()

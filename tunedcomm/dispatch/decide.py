@@ -28,20 +28,27 @@ def forced_here() -> dict[str, str]:
     return {op: name if config is None else f"{name} {dict(config)}" for op, (name, config) in forced_ops.items()}
 
 
-def forced_candidate(problem: Problem, limits: Limits, *, agreed: Mapping[str, str] | None = None) -> Candidate | None:
-    """The candidate that `force()`, else TUNEDCOMM_FORCE_<OP>, names for this problem; None if neither does.
+def forced_candidate(
+    problem: Problem, policy: NumericsPolicy, limits: Limits, mode: str, *, agreed: Mapping[str, str] | None = None
+) -> Candidate | None:
+    """The candidate that `force()`, TUNEDCOMM_FORCE_<OP> or TUNEDCOMM_MODE=off names for this problem, or None.
 
     Args:
-        problem, limits: what is asked, and where.
+        problem, policy, limits: what is asked, and where.
+        mode: TUNEDCOMM_MODE.
         agreed: op to the variant named by the variable on every rank of a group; by default the variable as it is now.
 
     Raises:
         UnknownNameError: the variable names no variant of the op.
-        InfeasibleError: the forced variant cannot run the problem.
+        InfeasibleError: the forced variant cannot run the problem; or the mode is `off`, and the policy does not admit
+            the library.
     """
     name, config = forced_ops.get(problem.op, (None, None))
     if name is None:
         name = settings.forced(problem.op) if agreed is None else agreed.get(problem.op)
+    if name is None and mode == "off":
+        check_library(problem, policy, "TUNEDCOMM_MODE=off")
+        return Candidate.of(problem.op, "library", {})
     if name is None:
         return None
     try:

@@ -50,10 +50,10 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def counter(
+def note_problem(
     communicator: Communicator, problem: Problem, source: str, policy: NumericsPolicy = "default"
 ) -> Counter | None:
-    """The counter of an untuned problem's calls, or None where they are not counted.
+    """Note a problem that is bound; the counter of its calls, or None where they are not counted.
 
     Rank 0 counts for all, for ranks meet the same problems. Once `MAX_PROBLEMS` are counted, new ones are not. The
     readers of counts leave out problems that no kernel can run: to find that out takes longer than a call.

@@ -15,7 +15,6 @@ from tunedcomm.dispatch import first_use, misses
 from tunedcomm.dispatch.communicator import Communicator, PlanKey, on_release
 from tunedcomm.dispatch.decide import (
     beside_ordered,
-    check_library,
     check_limit,
     check_policy,
     decide,
@@ -57,24 +56,22 @@ class Plan:
     kinds: set[Hashable] = field(default_factory=set, compare=False)
 
 
-def _arguments_of_decide(
+def _decision_maker(
     communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None
-) -> dict[str, Any]:
-    """The arguments of `decide` for a group as it is now; they do not hold the group.
+) -> partial[Decision]:
+    """`decide` with its arguments, for a group as it is now; it does not hold the group.
 
     Raises:
         InfeasibleError: TUNEDCOMM_MODE=off, and the policy does not admit the library.
     """
     check_policy(policy)
     check_limit("max_sms", max_sms, "SMs")
-    forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
-    if forced is None and communicator.settings.mode == "off":
-        check_library(problem, policy, "TUNEDCOMM_MODE=off")
-        forced = Candidate.of(problem.op, "library", {})
-    return {
-        "problem": problem, "snapshot": communicator.snapshot, "limits": communicator.limits, "policy": policy,
-        "forced": forced, "max_sms": max_sms, "quarantined": dict(communicator.quarantined),
-    }  # fmt: skip
+    limits, agreed = communicator.limits, communicator.settings
+    forced = forced_candidate(problem, policy, limits, agreed.mode, agreed=agreed.forced)
+    return partial(
+        decide, problem, communicator.snapshot, limits, policy=policy, forced=forced, max_sms=max_sms,
+        quarantined=dict(communicator.quarantined),
+    )  # fmt: skip
 
 
 def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None = None) -> Plan:
@@ -84,18 +81,18 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
     while True:
-        asked = _arguments_of_decide(communicator, problem, policy, max_sms)
-        decision = decide(**asked, with_reasons=False)
+        asked = _decision_maker(communicator, problem, policy, max_sms)
+        decision = asked(with_reasons=False)
         if not (decision.needs_check and first_use.is_due(communicator, problem, decision.candidate)):
             break
         first_use.check(communicator, problem, decision.candidate)
-    decide_again: Callable[[], Decision] = partial(decide, **asked)
+    decide_again: Callable[[], Decision] = asked
     if communicator.settings.mode == "force" and not decision.is_answered:
         raise InfeasibleError(
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decide_again().why}; tune it with "
             f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
         )
-    counter = misses.counter(communicator, problem, decision.source, policy)
+    counter = misses.note_problem(communicator, problem, decision.source, policy)
     try:
         launch = communicator.bind(problem, decision.candidate, for_calls=True, counter=counter, policy=policy)
     except InfeasibleError as error:
@@ -147,11 +144,7 @@ def explain(
     policy = communicator.policy(policy)
     # A plan that is bound says what runs, also where the chosen candidate could not be bound.
     bound = communicator.plans.get(PlanKey(replace(problem, mode="eager"), policy, max_sms, problem.mode == "graph"))
-    decision = (
-        decide(**_arguments_of_decide(communicator, problem, policy, max_sms))
-        if bound is None
-        else bound.decide_again()
-    )
+    decision = (_decision_maker(communicator, problem, policy, max_sms) if bound is None else bound.decide_again)()
     decision = beside_ordered(decision, problem, communicator.snapshot, communicator.limits, max_sms=max_sms)
     decision = replace(
         decision, problem=problem, asked_for=communicator.snapshot.environment, memory=_memory_of(communicator)

@@ -49,4 +49,4 @@ def after_warmup(group: dist.ProcessGroup, device: torch.device) -> None:
     if settings.autotune():
         from tunedcomm import warmup
 
-        warmup.after_warmup(group, device)
+        warmup.tune_or_check(group, device)

@@ -331,7 +331,7 @@ class RoutedGroup:
         routing = Routing(bool(by), self.record.setdefault(place, _Record(tell)))
         if plan is not None:
             missed = not by and plan.source in MISSES
-            routing.miss = misses.counter(self.communicator, plan.problem, plan.source) if missed else None
+            routing.miss = misses.note_problem(self.communicator, plan.problem, plan.source) if missed else None
             settings = self.communicator.settings
             through_ring = x.device.type == "cpu" and not get_variant(op, plan.candidate.variant).kernels
             routing.may_wait = through_ring and not settings.debug and not settings.check[0]

@@ -373,8 +373,9 @@ class _DispatchSorted(_Dispatch):
         )  # fmt: skip
 
     def rows_and_alignment(self, problem: Problem, options: Any) -> tuple[int, int]:
-        _, capacity, *_, alignment, _ = options
-        return default_capacity(problem, alignment) if capacity is None else int(capacity), alignment
+        given = _SortedOptions(*options)
+        capacity = given.capacity
+        return default_capacity(problem, given.alignment) if capacity is None else int(capacity), given.alignment
 
     def call_of(self, problem: Problem, inputs: Tensors, outputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
         capacity = capacity_of(problem, outputs[0])
@@ -826,7 +827,8 @@ def ep_dispatch(
             return _sent_by_token(inputs, num_experts, buffers, group, max_sms, records=records, compact=compact)
         if compact or buffers is not None:
             raise UnsupportedInputError(f"compact and buffers are for layout='tokens', not {layout!r}")
-        return _sent_sorted(inputs, (num_experts, capacity, layout, quantize or "", alignment), group, max_sms)
+        options = _SortedOptions(num_experts, capacity, layout, quantize or "", alignment, zeros=records)
+        return _sent_sorted(inputs, options, group, max_sms)
     except BaseException as error:
         path.on_error(error, x, group)
         raise
@@ -861,22 +863,20 @@ def _sent_by_token(
     )  # fmt: skip
 
 
-def _sent_sorted(inputs: Tensors, options: tuple[Any, ...], group: Group, max_sms: int | None) -> DispatchResult:
+def _sent_sorted(inputs: Tensors, options: _SortedOptions, group: Group, max_sms: int | None) -> DispatchResult:
     """`ep_dispatch` in the layouts `padded` and `contiguous`."""
     x, topk_ids, topk_weights, num_tokens = inputs
     wide = topk_weights is not None and topk_weights.dtype == torch.float64
     if wide:
         _check_weights("ep_dispatch", topk_weights, topk_ids)
     tensors = (x, topk_ids, None if wide else topk_weights, num_tokens, *(None,) * len(_DispatchSorted.outputs))
-    tokens, scales, counts, offsets, rows, weights, limits = _dispatch.call(
-        tensors, (*options, torch.is_grad_enabled()), group, "default", max_sms
-    )
+    found = _dispatch.call(tensors, options, group, "default", max_sms)
+    tokens, scales, counts, offsets, rows, weights, limits = found
     if wide:
         in_range = topk_weights if num_tokens is None else in_use(topk_weights, num_tokens, 0)
         weights = _of_all_ranks(in_range, group, max_sms)
-    num_experts, *_, quantize, _ = options
     return DispatchResult(
-        tokens, scales if quantize else None, counts, offsets, rows, topk_ids, num_experts, group,
+        tokens, scales if options.quantize else None, counts, offsets, rows, topk_ids, options.num_experts, group,
         None if topk_weights is None else weights, None if num_tokens is None else limits,
     )  # fmt: skip
 

@@ -995,7 +995,7 @@ class DispatchVariant(GridVariant):
         with_weights: dict[str, Any] = {"WEIGHTED": True} if has_forms else {}
         weighted = further(arguments, travelling, **with_weights) if has_forms else None
         numbered = further(arguments, (*travelling, "number", "limits"), **with_weights, NUMBERED=True)
-        gather, group = all_gather_single(), workspace.group
+        gather_all, group = all_gather_single(), workspace.group
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             overflow.check(workspace)
@@ -1019,10 +1019,12 @@ class DispatchVariant(GridVariant):
             addresses = [tensor.data_ptr() for tensor in (ids, *outputs[:5])]
             sizes = (words, capacity_of(problem, outputs[0]), int(rest[0]) if rest else ALIGNMENT)
             travel: tuple[int, ...] = (0, 0) if weights is None else (weights.data_ptr(), outputs[5].data_ptr())
-            if weighted is not None and not numbers and (weights is None or (chosen := weighted() or launch) is launch):
-                travel = ()
-                if weights is not None:
-                    gather(outputs[5], weights.unsqueeze(0) + 0.0, group=group)  # −0.0 arrives as 0.0
+            if weighted is not None and not numbers:
+                chosen = launch if weights is None else weighted() or launch
+                if chosen is launch:  # has no arguments for weights
+                    travel = ()
+                    if weights is not None:
+                        gather_all(outputs[5], weights.unsqueeze(0) + 0.0, group=group)  # −0.0 arrives as 0.0
             chosen(stream, source, *addresses, *sizes, *travel, *numbers)
             if code is not None:
                 overflow.note(code, s.tokens, workspace)

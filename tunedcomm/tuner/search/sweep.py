@@ -60,17 +60,17 @@ class SweepRun:
         self._database, self._mirror = database, mirror
         self._report = progress
         self.counters = SweepCounters()
+        self._begin_s, self._reported_s = time.monotonic(), -_PROGRESS_S
+        self._pool: CompilePool | None = None
+        self._ahead: Iterator[int] = iter(())
+        self.num_ahead = 0  # binaries handed to the pool
         self.supervisor = Supervisor(
             coordinator,
             settings,
             gang_devices(settings),
             on_result=lambda result: self.counters.add_binding(result, self._elapsed_s),
-            on_turn=self._turn,
+            on_turn=self._between_turns,
         )
-        self._begin_s, self._reported_s = time.monotonic(), -_PROGRESS_S
-        self._pool: CompilePool | None = None
-        self._ahead: Iterator[int] = iter(())
-        self.num_ahead = 0  # binaries handed to the pool
 
     def __enter__(self) -> SweepRun:
         if self._settings.backend == "cuda" and not self._settings.stand_in:
@@ -113,7 +113,7 @@ class SweepRun:
 
     # Called by the supervisor
 
-    def _turn(self) -> None:
+    def _between_turns(self) -> None:
         """Do everything that no gang waits for."""
         self._flush()
         self.num_ahead += next(self._ahead, 0)  # one problem at a time: listing its binaries takes a while
