@@ -6,6 +6,7 @@ at any time before the group is made. `docs/environment.md` is this table in wor
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Callable
@@ -151,7 +152,7 @@ def _switch(name: str, *, default: bool, meaning: str) -> Setting[bool]:
         name=name,
         default=default,
         default_in_words=str(int(default)),
-        parse=lambda text: _one_of(*_ON, *_OFF)(text) in _ON,
+        parse=lambda text: bool(("0", "1").index(text)),
         allowed="`1` for yes, `0` for no",
         meaning=meaning,
     )
@@ -243,9 +244,10 @@ _force: Setting[str | None] = Setting(
     meaning="Runs this variant for every problem of the op, whatever the databases say; the group raises an error "
     "where it cannot run. Example: `TUNEDCOMM_FORCE_ALL_REDUCE=lamport`.",
 )
-log_level = Setting(
+log_level: Setting[str | None] = Setting(
     name="TUNEDCOMM_LOG",
-    default="warning",
+    default=None,
+    default_in_words="warning",
     parse=_one_of(*LOG_LEVELS),
     allowed=", ".join(f"`{level}`" for level in LOG_LEVELS),
     meaning="Least severe message that the logger `tunedcomm` prints.",
@@ -345,11 +347,16 @@ def forced_all() -> dict[str, str]:
     return {name[len(FORCE_PREFIX) :].lower(): value for name in names if (value := _text_of(name))}
 
 
-def unknown_variables(known_ops: tuple[str, ...]) -> list[str]:
-    """Variables in the environment that begin with `TUNEDCOMM_` and mean nothing: most likely misspelt.
+def unknown_variables(known_ops: tuple[str, ...]) -> dict[str, str]:
+    """Variables in the environment that begin with `TUNEDCOMM_` and mean nothing, each to the nearest known name or "".
 
     Args:
         known_ops: names for which `TUNEDCOMM_FORCE_<OP>` has a meaning.
     """
     known = {setting.name for setting in SETTINGS} | {FORCE_PREFIX + op.upper() for op in known_ops}
-    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    short = [name.removeprefix(PREFIX) for name in known]
+    found: dict[str, str] = {}
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known):
+        near = difflib.get_close_matches(name.removeprefix(PREFIX).upper(), short, n=1)
+        found[name] = PREFIX + near[0] if near else ""
+    return found

@@ -55,10 +55,14 @@ def refused_everywhere(rank: int, error: type[Exception], text: str) -> None:
 
 def test_settings_that_differ(rank: int) -> None:
     different: list[tuple[str, tuple[str | None, str | None], str]] = [
-        ("TUNEDCOMM_MODE", ("off", None), "mode is 'off' on rank 0"),
+        ("TUNEDCOMM_MODE", ("off", None), r"mode \(TUNEDCOMM_MODE\) is 'off' on rank 0"),
         ("TUNEDCOMM_FORCE_ALL_REDUCE", (None, "lamport"), "forced is {} on rank 0"),
-        ("TUNEDCOMM_PEER_TIMEOUT_S", ("20", "30"), r"peer_timeout_s is 20\.0 on rank 0 and 30\.0 on rank 1"),
-        ("TUNEDCOMM_WORKSPACE_MIB", ("2", "1"), "workspace_bytes is 2097152 on rank 0"),
+        (
+            "TUNEDCOMM_PEER_TIMEOUT_S",
+            ("20", "30"),
+            r"TUNEDCOMM_PEER_TIMEOUT_S\) is 20\.0 on rank 0 and 30\.0 on rank 1",
+        ),
+        ("TUNEDCOMM_WORKSPACE_MIB", ("2", "1"), r"TUNEDCOMM_WORKSPACE_MIB\) is 2097152 on rank 0"),
     ]
     for name, values, text in different:
         with settings({name: values[rank]}):
@@ -68,6 +72,7 @@ def test_settings_that_differ(rank: int) -> None:
 
 def test_a_setting_that_one_rank_cannot_read(rank: int) -> None:
     wrong = {"TUNEDCOMM_MODE": "fast", "TUNEDCOMM_PEER_TIMEOUT_S": "soon", "TUNEDCOMM_WORKSPACE_MIB": "0"}
+    wrong |= {"TUNEDCOMM_LOG": "loud", "TUNEDCOMM_DEBUG": "yes"}
     for (name, value), culprit in itertools.product(wrong.items(), range(2)):
         with settings({name: value if rank == culprit else None}):
             if rank == culprit:
@@ -75,6 +80,12 @@ def test_a_setting_that_one_rank_cannot_read(rank: int) -> None:
             else:
                 refused_everywhere(rank, tunedcomm.AgreementError, f"rank {culprit} .*{name}='{value}'")
     works(rank)
+
+
+def test_a_misspelt_variable(rank: int) -> None:
+    with settings({"TUNEDCOMM_MOD": "off"}), logged() as warnings:
+        works(rank)
+    assert [("TUNEDCOMM_MODE" in text) for text in warnings] == [True] * (rank == 0)
 
 
 def test_code_that_differs(rank: int) -> None:
@@ -144,6 +155,10 @@ def test_symmetric_memory_in_vain(rank: int) -> None:
     x = torch.ones(4)
     with pytest.raises(tunedcomm.UnsupportedInputError, match="only CUDA tensors"):
         tunedcomm.register_symmetric(x)
+    with replaced(torch.cuda, "is_available", lambda: False):
+        for device in ("cuda", torch.device("cuda", 0)):
+            with pytest.raises(tunedcomm.GroupError, match="no GPU"):
+                tunedcomm.symmetric_empty(16, device=device)
     works(rank)
 
 
@@ -167,6 +182,14 @@ def test_no_shared_memory(rank: int) -> None:
     with pytest.raises(tunedcomm.WorkspaceError, match="use an ordinary tensor"):
         tunedcomm.symmetric_empty(4)
     assert not list(Path("/dev/shm").glob(f"tunedcomm-{os.getpid()}-*")), "nothing is left behind"
+    works(rank)
+
+
+def test_kernels_without_the_interpreter(rank: int) -> None:
+    tunedcomm.release_communicators()
+    with replaced(sync, "INTERPRET", False), tunedcomm.force("all_reduce", "lamport"):
+        with pytest.raises(tunedcomm.InfeasibleError, match="TRITON_INTERPRET=1"):
+            tunedcomm.all_reduce(torch.ones(4))
     works(rank)
 
 

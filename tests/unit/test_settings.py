@@ -29,15 +29,16 @@ def test_table_is_sorted_and_complete() -> None:
         ("db_network", "auto", "No", "no"),
         ("db_path", (), None, None),
         ("db_patience_s", 600.0, "0", 0.0),
-        ("debug", False, "on", True),
-        ("log_level", "warning", "DEBUG", "debug"),
+        ("debug", False, "1", True),
+        ("engines", True, "0", False),
+        ("log_level", None, "DEBUG", "debug"),
         ("miss_log", None, "0", False),
         ("miss_log", None, "Off", False),
         ("miss_log", None, "1", True),
         ("miss_log", None, "yes", True),
         ("miss_log", None, "/m.jsonl", "/m.jsonl"),
         ("mode", "cached", "off", "off"),
-        ("nan_check", False, "Yes", True),
+        ("nan_check", False, " 1 ", True),
         ("node_of_rank", None, "0, 0,1 ,1", (0, 0, 1, 1)),
         ("peer_timeout_s", None, "0.5", 0.5),
         ("workspace_bytes", 64 << 20, "128", 128 << 20),
@@ -71,6 +72,7 @@ def test_the_database_and_what_is_forced(monkeypatch: pytest.MonkeyPatch) -> Non
         ("TUNEDCOMM_CHECK", "often", settings.check),
         ("TUNEDCOMM_CHECK", "3,library", settings.check),
         ("TUNEDCOMM_DEBUG", "2", settings.debug),
+        ("TUNEDCOMM_DEBUG", "yes", settings.debug),
         ("TUNEDCOMM_MODE", "fast", settings.mode),
         ("TUNEDCOMM_NAN_CHECK", "maybe", settings.nan_check),
         ("TUNEDCOMM_NODE_OF_RANK", "0,,1", settings.node_of_rank),
@@ -96,4 +98,9 @@ def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_TIMEOUT", "3")
     monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "lamport")
     monkeypatch.setenv("TUNEDCOMM_FORCE_ALLREDUCE", "lamport")
-    assert settings.unknown_variables(("all_reduce",)) == ["TUNEDCOMM_FORCE_ALLREDUCE", "TUNEDCOMM_TIMEOUT"]
+    monkeypatch.setenv("TUNEDCOMM_XYZ", "1")
+    assert settings.unknown_variables(("all_reduce", "all_reduce_bias")) == {
+        "TUNEDCOMM_FORCE_ALLREDUCE": "TUNEDCOMM_FORCE_ALL_REDUCE",
+        "TUNEDCOMM_TIMEOUT": "TUNEDCOMM_PEER_TIMEOUT_S",
+        "TUNEDCOMM_XYZ": "",
+    }

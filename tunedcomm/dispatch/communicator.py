@@ -59,8 +59,9 @@ from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import SHARE_OF_EAGER, AddressLaunch, within
 from tunedcomm.kernels.moe.op import Overflow
 from tunedcomm.selection.snapshot import Snapshot
+from tunedcomm.settings import unknown_variables
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, Variant, admits_library, get_variant
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, Variant, admits_library, get_variant, ops
 from tunedcomm.state import clean_thread
 from tunedcomm.symm.buffer import SymmetricBuffer, by_reason
 from tunedcomm.symm.control import Control
@@ -141,7 +142,14 @@ class Communicator:
         self.quarantined: dict[tuple[str, str], str] = {}
         with set_up(group):
             read = partial(AgreedSettings.read, group, device)
-            self.settings = agree(group, "settings", read, AgreedSettings.fields)
+            self.settings = agree(group, "settings", read, AgreedSettings.by_variable)
+            if self.settings.log_level:
+                logger.setLevel(self.settings.log_level.upper())
+                if not logger.hasHandlers():  # Python prints only warnings then
+                    logger.addHandler(logging.StreamHandler())
+            for name, near in unknown_variables(tuple(ops())).items() if self.rank == 0 else ():
+                advice = f"; did you mean {near}?" if near else ""
+                warn_once(f"the variable {name} is not one of tunedcomm's and has no effect{advice}")
             self.layout = LaneLayout.for_messages(self.settings.workspace_bytes)
             self.environment = self._agree_on_hardware()
             self._make_state()

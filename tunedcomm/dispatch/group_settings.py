@@ -54,7 +54,9 @@ class AgreedSettings:
     numerics: str = field(default_factory=settings.numerics)
     wire: tuple[str, int] | None = field(default_factory=settings.wire)
     workspace_bytes: int = field(default_factory=settings.workspace_bytes)
-    nvtx: bool = field(default_factory=settings.nvtx)  # read here, so that a wrong value ends the set-up on every rank
+    # Ranks may differ in these; read here, so that a wrong value ends the set-up on every rank.
+    nvtx: bool = field(default_factory=settings.nvtx)
+    log_level: str | None = field(default_factory=settings.log_level)
     sources: Mapping[str, str] = field(default_factory=_source_hashes)
 
     @classmethod
@@ -62,9 +64,14 @@ class AgreedSettings:
         """The settings of a group, as they are now."""
         return cls(device.type, settings.peer_timeout_s() or timeout_s_of(group))
 
+    def by_variable(self) -> dict[str, Any]:
+        """`fields`, each with its variable in the name."""
+        named = {name: getattr(getattr(settings, name, None), "name", "") for name in self.fields()}
+        return {f"{name} ({named[name]})" if named[name] else name: value for name, value in self.fields().items()}
+
     def fields(self) -> dict[str, Any]:
         """The values to compare, one for each variable and source."""
         values = asdict(self)
-        sources, _ = values.pop("sources"), values.pop("nvtx")
+        sources, _, _ = (values.pop(name) for name in ("sources", "nvtx", "log_level"))
         block = {"tunedcomm.numerics": policies[-1]} if policies else {}
         return {**values, **block, **{f"source hash of {name}": text for name, text in sources.items()}}
