@@ -56,7 +56,7 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
 
     Raises:
         NotInitializedError: torch.distributed is not initialised.
-        GroupError: the caller is no member of the group, or the group has no backend for the device.
+        GroupError: the caller is no member of the group, the group has no backend for the device, or there is no GPU.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise NotInitializedError(
@@ -78,6 +78,8 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
             f"rank {dist.get_rank()} is not a member of the group {group!r}, or the group was destroyed; only the "
             "ranks that were given to torch.distributed.new_group() may call on it"
         )
+    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        raise GroupError(f"device={str(device)!r}, but PyTorch finds no GPU here; leave the device out for CPU tensors")
     if device is None or device == torch.device("cuda"):
         device = _usual_device(resolved)
     key = (resolved, device.type)

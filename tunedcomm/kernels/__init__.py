@@ -33,7 +33,7 @@ def _choose_interpreter() -> None:
     if "TRITON_INTERPRET" in os.environ or _has_gpu():
         return
     if "triton" in sys.modules:
-        logging.getLogger("tunedcomm").warning(
+        logging.getLogger("tunedcomm").info(
             "Triton was imported before tunedcomm on a machine without GPUs, so its interpreter cannot be switched on: "
             "variants without kernels (host_...) and the library serve all calls. To run kernels here, too, set "
             "TRITON_INTERPRET=1, or import tunedcomm.kernels before Triton"

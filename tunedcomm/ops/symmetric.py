@@ -40,6 +40,7 @@ def symmetric_empty(
 
     Raises:
         UnsupportedInputError: a negative extent.
+        GroupError: the group does not serve the device.
         WorkspaceError: the ranks cannot address each other's memory, there is too little of it, they asked for
             different sizes, or a graph is being captured.
     """

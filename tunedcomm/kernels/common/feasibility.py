@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from tunedcomm.kernels.common import sync
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem
@@ -50,6 +51,8 @@ def refuse_kernels(problem: Problem, limits: Limits, dtypes: Sequence[str], redu
         reductions: reductions that the kernels do; `("",)` for ops that reduce nothing.
     """
     if not limits.symmetric:
+        if limits.backend == "host" and not sync.INTERPRET:
+            return "kernels run on CPUs in Triton's interpreter; set TRITON_INTERPRET=1 before the program starts"
         return "the ranks cannot address each other's memory"
     if problem.dtype not in dtypes:
         does = "move" if tuple(reductions) == ("",) else "sum"
