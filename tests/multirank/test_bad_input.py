@@ -49,6 +49,8 @@ def test_integer_dtypes(rank: int) -> None:
     for dtype in (torch.bool, torch.int16, torch.float8_e5m2):
         with refused(f"does not take {dtype}"):
             tunedcomm.all_reduce(torch.zeros(4, dtype=dtype))
+    with refused(r"pass x\.to\(torch\.uint8\)"):
+        tunedcomm.all_reduce(torch.zeros(4, dtype=torch.bool))
 
 
 def test_one_byte_formats_are_moved(rank: int) -> None:
@@ -296,6 +298,8 @@ def test_unknown_options(rank: int) -> None:
     for shape in ((4,), (0,)):
         with refused("op='mean' is no reduction"):
             tunedcomm.all_reduce(torch.ones(shape), op="mean")
+        with refused("wire='fp8' of all_reduce is unknown"):
+            tunedcomm.all_reduce(torch.ones(shape), wire="fp8")
         with refused("numerics='exact' is not a policy"):
             tunedcomm.all_reduce(torch.ones(shape), numerics="exact")
         for wrong in (-1, True, 2.0, "4", {}):
@@ -329,6 +333,8 @@ def test_out_that_does_not_fit(rank: int) -> None:
     for out in (torch.ones(9), torch.ones(8, 1), torch.ones(8, dtype=torch.float64)):
         with refused("it must match x"):
             tunedcomm.all_reduce(x, out=out)
+    with refused(r"torch\.empty_like\(x\)"):
+        tunedcomm.all_reduce(x, out=torch.ones(1).expand(8))
     whole = torch.arange(12.0)
     for out in (whole[1:9], whole[4:], whole[:8].flip(0)[:0]):
         with refused("out overlaps x without being x|it must match x"):

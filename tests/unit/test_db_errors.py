@@ -375,7 +375,9 @@ def test_other_files_are_not_brought(tmp_path: Path) -> None:
     text, target = tmp_path / "notes.txt", tmp_path / "target.db"
     text.write_text("neither of them")
     assert "is not a SQLite database" in refused(DatabaseCorruptError, text, target)
-    assert "does not exist" in refused(DatabaseAccessError, tmp_path / "absent.db", target)
+    missing = refused(DatabaseAccessError, tmp_path / "absent.db", target)
+    assert "does not exist" in missing
+    assert "tunedcomm tune" not in missing
     assert "directory" in refused(DatabaseAccessError, tmp_path, target)
     source, link = store(tmp_path / "source.db", [trial()]), tmp_path / "link.db"
     link.symlink_to(source)

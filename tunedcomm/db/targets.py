@@ -124,8 +124,7 @@ def prepare_file(path: Path, *, create: bool) -> None:
     except FileNotFoundError:
         if not create:
             raise DatabaseAccessError(
-                f"database {path} does not exist; `tunedcomm tune` makes one, or correct TUNEDCOMM_DB, "
-                "TUNEDCOMM_DB_PATH or --db"
+                f"{path} does not exist; correct the path (an argument, --db, TUNEDCOMM_DB or TUNEDCOMM_DB_PATH)"
             ) from None
     except OSError as error:
         raise DatabaseAccessError(

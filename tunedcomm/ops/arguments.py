@@ -83,7 +83,9 @@ def check_dtype(op: str, x: torch.Tensor, dtypes: Mapping[torch.dtype, str], com
         advice = f"pass torch.view_as_real(x){complex_advice}"
         raise UnsupportedInputError(f"{op} does not take {x.dtype}; {advice}")
     if x.dtype not in dtypes:
-        raise UnsupportedInputError(f"{op} does not take {x.dtype}; allowed: {', '.join(sorted(dtypes.values()))}")
+        advice = "; pass x.to(torch.uint8)" if x.dtype == torch.bool and torch.uint8 in dtypes else ""
+        allowed = ", ".join(sorted(dtypes.values()))
+        raise UnsupportedInputError(f"{op} does not take {x.dtype}; allowed: {allowed}{advice}")
 
 
 def check_extra(op: str, x: torch.Tensor, extra: torch.Tensor | None, name: str, shape: tuple[int, ...]) -> None:
@@ -249,15 +251,18 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
+def _fitting(x: torch.Tensor, shape: Sequence[int], input_name: str) -> str:
+    """The expression for an output of this shape, for errors."""
+    return f"torch.empty_like({input_name})" if tuple(shape) == tuple(x.shape) else f"torch.empty({tuple(shape)}, …)"
+
+
 def check_fits(
     x: torch.Tensor, out: Any, shape: Sequence[int], dtype: torch.dtype, *, name: str = "out", input_name: str = "x"
 ) -> None:
     """Refuse an `out` that cannot hold a result of that shape and dtype on `x`'s device; see also `check_apart`."""
     if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
         what = f"a tensor of layout {out.layout}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
-        example = (
-            f"torch.empty_like({input_name})" if tuple(shape) == tuple(x.shape) else f"torch.empty({tuple(shape)}, …)"
-        )
+        example = _fitting(x, shape, input_name)
         raise UnsupportedInputError(f"{name} is {what}; it must be a dense tensor, e.g. {example}")
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != x.device:
         must = f"it must match {input_name}" if tuple(shape) == tuple(x.shape) else "the result has"
@@ -266,7 +271,10 @@ def check_fits(
             f"{x.device}"
         )
     if out.numel() and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise UnsupportedInputError(f"{name} is an expanded tensor: several of its elements share one place in memory")
+        raise UnsupportedInputError(
+            f"{name} is an expanded tensor: several of its elements share one place in memory; pass e.g. "
+            f"{_fitting(x, shape, input_name)}"
+        )
 
 
 def check_apart(other: torch.Tensor, out: torch.Tensor, *, may_be_other: bool, name: str, other_name: str) -> None:

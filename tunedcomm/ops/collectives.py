@@ -158,7 +158,7 @@ class _Wire(OpAdapter):
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         plain: Any = super()
         plain.check(inputs, options, world_size)
-        check_wire(self.operator, inputs[0], options[-1])
+        check_wire(self.op, inputs[0], options[-1])
         if isinstance(self, _Reduction):
             check_reduction(options[0], inputs[0], _LINEAR)
 
