@@ -1,7 +1,8 @@
 """Pages: generated parts are current, links lead somewhere, docstrings are complete, and the code blocks run.
 
-- ```python blocks of one page make one program, run on 2 ranks of CPU tensors. `<!-- skip: WHY -->` above a block
-  leaves it out. A page that does not call `init_process_group` gets a group and a tensor `x` first.
+- ```python blocks of one page make one program, run without GPUs by the command that the page names, on 2 ranks if it
+  names none. `<!-- skip: WHY -->` above a block leaves it out. A page that does not call `init_process_group` gets a
+  group and a tensor `x` first.
 - ```console blocks: the lines that begin with `$ ` are run in a folder that holds `tuning_db` and `bench`.
 - The commands of other blocks run in a folder of their own, where that takes no GPU and no minutes: `db`, `lookup`,
   `explain`, `doctor`, `report`, `tune` as a dry run, and `bench` without its ranks. Of other commands the options are
@@ -139,12 +140,8 @@ def test_docstrings_of_ops_describe_every_parameter(name: str) -> None:
 
 # Code blocks
 
-PREAMBLE = """
-import functools, torch, torch.distributed, tunedcomm
-torch.compile = functools.partial(torch.compile, backend="aot_eager")  # Inductor is tested elsewhere
-torch.cuda.set_device, torch.cuda.device_count = (lambda device: None), (lambda: 1)
-"""
 GROUP = """
+import torch, tunedcomm
 torch.distributed.init_process_group("gloo")
 x = torch.ones(4096)
 """
@@ -438,7 +435,8 @@ def test_python_is_python_and_its_names_exist(block: Block) -> None:
             assert hasattr(tunedcomm, node.attr), f"{block}: tunedcomm.{node.attr}"
 
 
-def run(command: list[str], folder: Path) -> None:
+def run(command: Sequence[str], folder: Path, *variables: tuple[str, str]) -> None:
+    """Run a command as on a machine without GPUs; of the kernels' interpreter it knows what `variables` say."""
     (folder / "bin").mkdir()
     script = folder / "bin" / "tunedcomm"
     script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tunedcomm.cli.main "$@"\n', encoding="utf-8")
@@ -448,22 +446,28 @@ def run(command: list[str], folder: Path) -> None:
     paths = {
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH", "")) if path),
-        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
     }
+    environment = {**os.environ, **paths, **dict(variables)}
+    if "TRITON_INTERPRET" not in dict(variables):
+        environment.pop("TRITON_INTERPRET", None)  # this process has set it
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=150, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", some(sorted(PROGRAMS), len(PROGRAMS)))  # README.md in `make test`
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    text = "\n".join(block.text for block in PROGRAMS[page]).replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
+    text, end = "\n".join(block.text for block in PROGRAMS[page]), "torch.distributed.destroy_process_group()\n"
+    if end in text:  # what later blocks add comes before it
+        text = text.replace(end, "") + end
     program = tmp_path / "page.py"
-    program.write_text(PREAMBLE + ("" if "init_process_group" in text else GROUP) + text, encoding="utf-8")
-    run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)], tmp_path
-    )
+    program.write_text(("" if "init_process_group" in text else GROUP) + text, encoding="utf-8")
+    named = [one for one in mentions(PROGRAMS[page][0].page) if one.words[0] == "torchrun" and one.words[-1] in WRITTEN]
+    (command,) = named or [Command((), ("torchrun", "--nproc-per-node", "2", ""))]
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    run((*launcher, *command.words[1:-1], str(program)), tmp_path, *command.variables)
 
 
 @pytest.mark.slow
