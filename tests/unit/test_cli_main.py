@@ -46,7 +46,9 @@ def test_help_fits_a_screen_and_lists_the_verb(verb: tuple[str, ...]) -> None:
 def examples(verb: tuple[str, ...]) -> list[list[str]]:
     """Arguments of every example in the help of a verb."""
     told = CliRunner().invoke(main.app, [*verb, "--help"], prog_name="tunedcomm").output.split("\n\n")
-    return [shlex.split(part)[2:] for part in told if part.strip().startswith("Example:")]
+    shown = [part.replace("\\\n", "") for part in told if part.strip().startswith("Example:")]
+    assert not [part for part in shown if "\n" in part.strip()], "a line ends in the middle of a command"
+    return [shlex.split(part)[2:] for part in shown]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)

@@ -30,6 +30,7 @@ from tunedcomm.cli.options import (
     borrowed,
     check_option,
     check_problem,
+    check_seed,
     complete_variant,
     kinds_of,
     known_op,
@@ -65,7 +66,7 @@ def bench(
     link_gb_s: LinkOption = None,
     borrow: BorrowOption = None,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(callback=check_seed, help="Seed of the inputs.")] = 0,
     skew: Annotated[bool, typer.Option("--skew", help="Half of all tokens go to one expert.")] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import codecs
 import importlib
+import inspect
 import io
 import os
+import re
 import sys
+import textwrap
 from collections import Counter
 from typing import Annotated, Any, ClassVar, NoReturn
 
@@ -44,6 +47,17 @@ class _Verb(TyperCommand):
             if count > 1 and not getattr(option, "multiple", True) and not getattr(option, "is_flag", True):
                 raise typer.BadParameter(f"it takes one value and is given {count} times", ctx, option)
         return super().parse_args(ctx, args)
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write the help; an example that is too long for a line is broken before an option, to be copied as it is."""
+
+        def broken(example: re.Match[str]) -> str:
+            whole = re.sub(" (?!--)", "\N{NO-BREAK SPACE}", example[0])
+            lines = textwrap.wrap(whole, formatter.width - 4, subsequent_indent="    ", break_on_hyphens=False)
+            return "\b\n" + " \\\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+
+        self.help = re.sub("^Example: .+$", broken, inspect.cleandoc(self.help or ""), flags=re.MULTILINE)
+        super().format_help_text(ctx, formatter)
 
 
 class LazyGroup(TyperGroup):

@@ -20,6 +20,7 @@ from tunedcomm import hardware, settings
 from tunedcomm.cli.models import DEFAULT_TOKENS, Model, catalog, find_model, shapes_for
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import ranks_share_a_gpu
+from tunedcomm.metrics import plural
 from tunedcomm.spec import (
     DTYPES,
     InputKind,
@@ -101,6 +102,13 @@ def bad_usage(option: str, why: str) -> typer.BadParameter:
     return typer.BadParameter(why, param_hint=option)
 
 
+def check_seed(seed: int) -> int:
+    """Refuse as bad usage a seed of more than 63 bits, which databases and generators do not take."""
+    if seed.bit_length() > 63:
+        raise typer.BadParameter(f"{seed} has more than 63 bits; pass a smaller number")
+    return seed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemOptions:
     """The options that name one problem, as typed on the command line."""
@@ -161,19 +169,19 @@ class SweepOptions:
     """The options that name the problems of a sweep, as typed: of `tune` and of `bench`."""
 
     op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce.", autocompletion=complete_op)] = None
-    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's own (docs/ops.md).")] = None
+    shape: Annotated[list[str] | None, typer.Option(help="By default the op's own (docs/ops.md).")] = None
     model: Annotated[
         list[str] | None, typer.Option(help="Models whose shapes to take.", autocompletion=complete_model)
     ] = None
     tp: Annotated[int | None, typer.Option(min=2, help="Tensor parallelism of --model.")] = None
     tokens: Annotated[
         list[str] | None,
-        typer.Option(help=f"Tokens of --model; by default 1, 2, 4 to {DEFAULT_TOKENS[-1]}."),
+        typer.Option(help=f"Of --model; by default 1, 2, 4 to {DEFAULT_TOKENS[-1]}."),
     ] = None
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes; by default the models', else bfloat16.")] = None
+    dtype: Annotated[list[str] | None, typer.Option(help="By default the models', else bfloat16.")] = None
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None
     mode: Annotated[SweptMode | None, typer.Option(help="By default graph, eager on CPUs.")] = None
-    input_kind: Annotated[SweptKind, typer.Option(metavar="KIND", help="plain, symmetric or both.")] = "plain"
+    input_kind: Annotated[SweptKind, typer.Option(help="Can peers address inputs?")] = "plain"
 
     def models(self) -> list[Model]:
         """The models of `--model`."""
@@ -336,10 +344,9 @@ def check_shape(text: str, spec: OpSpec, *, may_be_empty: bool = False) -> tuple
         meant = "x".join(re.findall(r"\d+", text)) if _OTHER_SEPARATOR.fullmatch(text.strip()) else ""
         raise bad_usage("--shape", f"{error}; did you mean {meant!r}?" if meant else str(error)) from None
     if len(shape) != spec.rank_of_shape:
-        raise bad_usage(
-            "--shape",
-            f"{text!r} has {len(shape)} extents, a shape of {spec.name} has {spec.rank_of_shape}: {spec.shape_help}",
-        )
+        found = plural(len(shape), "dimension")
+        why = f"{text!r} has {found}, a shape of {spec.name} has {spec.rank_of_shape}: {spec.shape_help}"
+        raise bad_usage("--shape", why)
     elements = math.prod(shape)
     if elements == 0 and not may_be_empty:
         raise bad_usage("--shape", f"{text!r} has no elements: there is nothing to measure")

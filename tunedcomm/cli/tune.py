@@ -34,6 +34,7 @@ from tunedcomm.cli.options import (
     changed_options,
     check_dtype,
     check_option,
+    check_seed,
     complete_op,
     complete_variant,
     kinds_of,
@@ -117,12 +118,10 @@ def tune(
     budget: Annotated[str | None, typer.Option(help="For the whole sweep, e.g. 90s, 10m, 1h30m.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Most candidates per problem.")] = None,
     gangs: GangsOption = "auto",
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the search and of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(callback=check_seed, help="Seed of search and inputs.")] = 0,
     db: WrittenOption = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed in an earlier sweep.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be tried, and how long it takes.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be tried, and the time.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find and store the fastest kernel of each problem. The same command resumes it. Lists: a,b or repeated options.
