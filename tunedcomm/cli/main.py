@@ -172,12 +172,27 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     return text.encode("ascii", "backslashreplace").decode(), error.end
 
 
+def _usage_message(error: Any) -> str:
+    """What is wrong with the command line; in our words where typer passes on a message of pydantic."""
+    if hasattr(error.__cause__, "errors"):
+        (first, *_) = error.__cause__.errors()
+        value, limits = first["input"], first.get("ctx", {})
+        error.message = {
+            "value_error": str(limits.get("error")),
+            "greater_than_equal": f"{value} is less than {limits.get('ge')}, the least that is allowed",
+            "less_than_equal": f"{value} is more than {limits.get('le')}, the most that is allowed",
+            "int_parsing": f"{value!r} is not a whole number",
+            "float_parsing": f"{value!r} is not a number",
+        }.get(first["type"], error.message)
+    return str(error.format_message())
+
+
 def code_of(arguments: list[str] | None) -> int:
     """Run the command line and return its exit code."""
     try:
         return int(app(args=arguments, prog_name="tunedcomm", standalone_mode=False) or 0)
     except _UsageError as error:
-        said, context = error.format_message(), error.ctx
+        said, context = _usage_message(error), error.ctx
         if context is not None and said.startswith(context.get_usage()):  # the help, for no verb was named
             note(said, is_whole=True)
             return 2

@@ -289,9 +289,7 @@ def _check_out(path: Path, sources: Sequence[str | Path], *, force: bool) -> Non
         raise DatabaseAccessError(f"{path} is one of the sources and would lose trials; give another path to write to")
     for existing in (path, manifest_path(path)):
         if os.path.lexists(existing) and not force:
-            raise DatabaseAccessError(
-                f"{existing} exists already; give another path, or --force (force=True) to replace it"
-            )
+            raise DatabaseAccessError(f"{existing} exists already; give another path, or --force to replace it")
     if not path.is_file():
         prepare_file(path, create=True)
     if left := leftovers(path):
