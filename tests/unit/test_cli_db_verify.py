@@ -50,7 +50,7 @@ def test_verb_prints_what_drifted(path: Path, tmp_path: Path, monkeypatch: pytes
     shown = start(stand_in, monkeypatch, "--db", str(path), "--no-store")
     assert shown.code == 1
     assert "slower: all_reduce 32768" in shown.out
-    assert "50.0% longer than the library" in shown.out
+    assert "1.50x the library's time" in shown.out
     assert "nothing was stored" in shown.out
     assert not stand_in.stored
     line = next(line for line in shown.out.splitlines() if line.lstrip().startswith("32768 "))

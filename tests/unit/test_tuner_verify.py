@@ -213,7 +213,7 @@ def test_every_kind_of_drift_is_flagged(path: Path, tmp_path: Path, winners: dic
         d: "tied" if (found[d].winner.ratio or 0) > 0.88 else "drifted",
         e: "ok",
     }
-    for size, token in ((a, "30.0%"), (b, "20.0%"), (c, "incorrect: planted")):
+    for size, token in ((a, "1.30x"), (b, "1.20x"), (c, "incorrect: planted")):
         assert token in found[size].why
     assert {r.winner.problem.shape[0] for r in outcome.wrong} >= {a, b, c}
     # What is stored is what dispatch goes by from now on.

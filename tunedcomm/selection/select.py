@@ -1038,7 +1038,7 @@ def _margins(winner: Scored, library_us: float | None, runner_up: Scored | None,
         named = f"the runner-up {runner_up.candidate} ({format_us(runner_up.score)} µs)"
         slower = f"{winner.score / runner_up.score - 1:.1%} slower than {named}"
         if runner_up.score >= winner.score:
-            parts.append(f"{runner_up.score / winner.score - 1:+.1%} to {named}")
+            parts.append(f"{runner_up.score / winner.score:.2f}x as fast as {named}")
         elif runner_up in tied:
             level = max(winner.noise, runner_up.noise)
             why = f"a tie within the noise of {level:.1%} that the neighbouring sizes and the name decide"

@@ -205,19 +205,19 @@ def _compare(winner: Winner, row: Row, library_us: float, tolerance: float) -> t
     # Where the library may not run at all, being slower than it is no fault.
     may_be_library = any(admits(policy, "library") for policy in winner.policies)
     if may_be_library and ratio > 1 + now:
-        return "slower", f"it takes {ratio - 1:.1%} longer than the library, and the noise is {now:.1%}"
+        return "slower", f"it takes {ratio:.2f}x the library's time, and the noise is {now:.1%}"
     uncertain = max(uncertainty(winner.row), uncertainty(row))
     lost = 0.0 if winner.ratio is None else ratio / winner.ratio - 1
     longer = row.latency_p50_us / winner.row.latency_p50_us - 1
     if min(lost, longer) > tolerance + uncertain:
         return "drifted", (
-            f"against the library it lost {lost:.1%}, and by itself it takes {longer:.1%} longer; {tolerance:.1%} and "
-            f"a noise of {uncertain:.1%} are tolerated"
+            f"it takes {1 + longer:.2f}x the stored time, and {1 + lost:.2f}x relative to the library; {tolerance:.1%} "
+            f"more and a noise of {uncertain:.1%} are tolerated"
         )
     if may_be_library and ratio >= 1 - now:
         return "tied", f"it is no longer faster than the library by more than the noise of {now:.1%}"
     if lost > tolerance + uncertain:
-        return "ok", f"against the library it lost {lost:.1%}, which is the library's doing: by itself {longer:+.1%}"
+        return "ok", f"the library became faster: the kernel takes {1 + longer:.2f}x the stored time"
     return "ok", "as fast against the library as it was" if winner.ratio is not None else "faster than the library"
 
 
