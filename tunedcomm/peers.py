@@ -118,5 +118,5 @@ def plain_gemm(problem: Problem) -> bool:
         extras = "/".join(part for part in (problem.dtype, problem.layout, problem.scaling) if part)
         raise LeftOut(f"it multiplies bfloat16 and float16 in the layouts nk and kn, not {extras}")
     if problem.shape[0] % problem.world_size:
-        raise LeftOut(f"M = {problem.shape[0]} is no multiple of {problem.world_size} ranks")
+        raise LeftOut(f"M = {problem.shape[0]} is not a multiple of {problem.world_size} ranks")
     return problem.layout == "nk"

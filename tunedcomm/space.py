@@ -137,7 +137,7 @@ class Space:
             return clean
         begin = tuple(clean.values())[: self._num_leading]
         if begin not in self.leading:
-            raise ConfigError(f"{', '.join(self.names[: len(begin)])} = {begin} are no values that go together")
+            raise ConfigError(f"{', '.join(self.names[: len(begin)])} = {begin} do not go together")
         return clean
 
     def suggest(self, trial: SuggestsCategorical, *, prefix: str = "") -> dict[str, Value]:

@@ -362,8 +362,8 @@ def autotune(
 
     Raises:
         TuningError: a graph is being captured, or a rank did not come within TUNEDCOMM_PEER_TIMEOUT_S.
-        UnsupportedInputError: `budget_s` or `compile_s` is no number of seconds, or no call on the group has one of the
-            problems.
+        UnsupportedInputError: `budget_s` or `compile_s` is not a number of seconds, or no call on the group has one of
+            the problems.
         NotInitializedError, GroupError: see `get_communicator`.
 
     An exception in the block passes on, and nothing is tuned on any rank.
@@ -371,7 +371,7 @@ def autotune(
     for name, seconds in (("budget_s", budget_s), ("compile_s", compile_s)):
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not is_number or not 0 <= seconds < math.inf or (name == "budget_s" and not seconds):
-            raise UnsupportedInputError(f"{name}={seconds!r} is no number of seconds; pass one above 0")
+            raise UnsupportedInputError(f"{name}={seconds!r} is not a number of seconds; pass one above 0")
     made = Autotune(get_communicator(group, device), budget_s, compile_s=compile_s, plugins=plugins)
     if problems is not None:
         unique = dict.fromkeys(problems)

@@ -56,7 +56,7 @@ def rows_of(problem: Problem) -> tuple[int, int]:
     if len(problem.shape) == 1:
         hidden = min(LARGEST_HIDDEN, problem.numel & -problem.numel)
     if hidden == 0 or hidden * ITEMSIZE[problem.dtype] % PACKET_BYTES:
-        raise LeftOut(f"rows of {hidden} elements are no multiple of {PACKET_BYTES} bytes")
+        raise LeftOut(f"rows of {hidden} elements are not a multiple of {PACKET_BYTES} bytes")
     return problem.numel // hidden, hidden
 
 

@@ -43,7 +43,7 @@ def _ag_gemm(problem: Problem, device: torch.device) -> Iterator[Peer]:
     (m, n, k), nk = problem.shape, plain_gemm(problem)
     rows, dtype = m // problem.world_size, getattr(torch, problem.dtype)
     if rows % SHARD_MULTIPLE:
-        raise LeftOut(f"a rank's {rows} rows are no multiple of {SHARD_MULTIPLE}")
+        raise LeftOut(f"a rank's {rows} rows are not a multiple of {SHARD_MULTIPLE}")
     example = importlib.import_module("examples.distributed.all_gather_matmul")
 
     def allocate() -> Tensors:

@@ -108,7 +108,7 @@ def _operands(problem: Problem, device: torch.device, *, shared: bool) -> Callab
 def _ag_gemm(kraken: Any, problem: Problem, device: torch.device) -> Iterator[Peer]:
     (m, _, k), nk = problem.shape, plain_gemm(problem)
     if m // problem.world_size % SHARD_MULTIPLE:
-        raise LeftOut(f"a rank's {m // problem.world_size} rows are no multiple of {SHARD_MULTIPLE}")
+        raise LeftOut(f"a rank's {m // problem.world_size} rows are not a multiple of {SHARD_MULTIPLE}")
     group = GROUP if m // problem.world_size % (SHARD_MULTIPLE * GROUP) == 0 else 1
     gathered = torch.empty((m, k), dtype=getattr(torch, problem.dtype), device=device)
     progress = torch.zeros(problem.world_size, dtype=torch.uint32, device=device)

@@ -296,14 +296,14 @@ def test_group_of_others(rank: int) -> None:
 def test_unknown_options(rank: int) -> None:
     x = torch.ones(4)
     for shape in ((4,), (0,)):
-        with refused("op='mean' is no reduction"):
+        with refused("op='mean' is not a reduction"):
             tunedcomm.all_reduce(torch.ones(shape), op="mean")
         with refused("wire='fp8' of all_reduce is unknown"):
             tunedcomm.all_reduce(torch.ones(shape), wire="fp8")
         with refused("numerics='exact' is not a policy"):
             tunedcomm.all_reduce(torch.ones(shape), numerics="exact")
         for wrong in (-1, True, 2.0, "4", {}):
-            with refused(f"max_sms={wrong!r} is no number"):
+            with refused(f"max_sms={wrong!r} is not a number"):
                 tunedcomm.all_reduce(torch.ones(shape), max_sms=wrong)
     problem = tunedcomm.Problem("all_reduce", (4,), "float32", 2)
     with refused("numerics='exact' is not a policy"):

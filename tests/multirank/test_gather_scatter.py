@@ -87,9 +87,9 @@ def test_reduce_scatter_bad_input(rank: int) -> None:
         *((x, {}, "multiple of 3 .*pad x") for x in (torch.ones(4, 6), torch.ones(8, 3), torch.ones(24)[:23])),
         (good, {"dim": 1}, "dimension 1 of x, 4 long"),
         (torch.tensor(1.0), {}, "dimension 0 of x, 1 long"),
-        *((torch.ones(6, 6), {"dim": dim}, "is no dimension of") for dim in (2, -3, "0", 1.0, None, True)),
-        (good, {"op": "prod"}, "op='prod' is no reduction"),
-        (good, {"op": []}, "is no reduction"),
+        *((torch.ones(6, 6), {"dim": dim}, "is not a dimension of") for dim in (2, -3, "0", 1.0, None, True)),
+        (good, {"op": "prod"}, "op='prod' is not a reduction"),
+        (good, {"op": []}, "is not a reduction"),
         (good, {"out": out}, "out has shape"),
         (good, {"out": good[:2]}, "out overlaps x"),
         (good, {"out": good}, "out has shape"),
@@ -177,7 +177,7 @@ def test_given_out(rank: int) -> None:
 def test_all_gather_bad_input(rank: int) -> None:
     x = of_rank((4, 2), rank)
     for given, options, said in (
-        *((x, {"dim": dim}, "is no dimension of a tensor of shape") for dim in (2, -3, "0", None, 1.0)),
+        *((x, {"dim": dim}, "is not a dimension of a tensor of shape") for dim in (2, -3, "0", None, 1.0)),
         ([1.0], {}, "got float"),
         (x.to_sparse(), {}, "dense tensor"),
         (x.to(torch.float8_e5m2).requires_grad_(), {}, "not differentiable"),

@@ -288,12 +288,12 @@ def test_refused_while_compiled(rank: int) -> None:
     """What cannot be served is refused while it is compiled, by the same words."""
     w = draw(3, N, 5)
     calls: dict[str, Callable[[torch.Tensor], Any]] = {
-        "op='mean' is no reduction": lambda x: tunedcomm.all_reduce(x, op="mean"),
+        "op='mean' is not a reduction": lambda x: tunedcomm.all_reduce(x, op="mean"),
         "must be a multiple of 2": tunedcomm.reduce_scatter,
         "multiple of 2 .*pad a": lambda x: tunedcomm.gemm_rs(x, w.t()),
         "it must match x": lambda x: tunedcomm.all_reduce(x, out=x.new_empty(4)),
         "numerics": lambda x: tunedcomm.all_reduce(x, numerics="exact"),  # type: ignore[arg-type]
-        "op='max' is no reduction": lambda x: tunedcomm.gemm_rs(x, w.t(), op="max"),
+        "op='max' is not a reduction": lambda x: tunedcomm.gemm_rs(x, w.t(), op="max"),
         "they must be equal": lambda x: tunedcomm.gemm_ar(x, w),
         "out_dtype=torch.float16": lambda x: tunedcomm.ag_gemm(x, w.t(), out_dtype=torch.float16),
         "b is a list of 2": lambda x: tunedcomm.ag_gemm(x, [w.t()] * 2, out=[x]),

@@ -64,7 +64,7 @@ def test_what_it_does_not_take(rank: int) -> None:
         adapter.all_reduce(torch.ones(4), out=torch.ones(5))
     assert not tunedcomm.ServingAllReduce(device="cpu").should_use(torch.ones(4, dtype=torch.bool))
     for wrong in ("1MiB", -1, 1.5, True):
-        with pytest.raises(tunedcomm.UnsupportedInputError, match=f"max_bytes={wrong!r} is no number of bytes"):
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=f"max_bytes={wrong!r} is not a number of bytes"):
             tunedcomm.ServingAllReduce(max_bytes=wrong)  # type: ignore[arg-type]
 
 

@@ -79,7 +79,7 @@ def test_reductions_go_by_the_names_of_torch_too(rank: int, op: Any) -> None:
         assert torch.equal(tunedcomm.gemm_rs(a, b, op=op), tunedcomm.gemm_rs(a, b))
         assert torch.equal(compiled(x), tunedcomm.all_reduce(x))
     assert torch.equal(tunedcomm.all_reduce(x, op=dist.ReduceOp.MAX), torch.arange(6.0) + 1)
-    with refused("'product' is no reduction"):
+    with refused("'product' is not a reduction"):
         tunedcomm.all_reduce(x, op=dist.ReduceOp.PRODUCT)
 
 

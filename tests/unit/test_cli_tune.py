@@ -374,7 +374,7 @@ def test_line_says_where_the_sweep_stands() -> None:
 
 def test_progress_says_what_is_waited_for_and_for_how_long() -> None:
     binding = replace(gang(PROBLEM), phase="binding", silent_s=60.2, patience_s=120.0)
-    text = "waiting for bind of lamport(num_blocks=8), 60 of 120 s"
+    text = "waiting for lamport(num_blocks=8) to bind, 60 of 120 s"
     assert text in describe(progress(PROBLEM), binding)
     assert "waiting for" not in describe(progress(PROBLEM), replace(binding, silent_s=1.0))
     started = replace(gang(None), silent_s=7.0, patience_s=240.0)

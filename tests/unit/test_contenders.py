@@ -47,7 +47,7 @@ def test_torch_has_nothing_to_say_of_other_ops_and_of_the_host(name: str) -> Non
     [
         (replace(REDUCED, world_size=3), "2, 4 or 8 ranks, not 3"),
         (replace(REDUCED, dtype="float16"), "not float16"),
-        (replace(REDUCED, shape=(4095,)), "8190 bytes are no multiple of 16 for each of 4 ranks"),
+        (replace(REDUCED, shape=(4095,)), "8190 bytes are not a multiple of 16 for each of 4 ranks"),
         (replace(REDUCED, shape=(0,)), "0 bytes"),
         (replace(REDUCED, shape=(1 << 26,)), "a one-shot of more than 32 MiB"),
     ],

@@ -121,7 +121,7 @@ def test_readers_leave_out_what_it_finds(path: Path, name: str, caplog: pytest.L
     assert variants_read() == ({"library", "two_shot"}, {"library", "two_shot", "one_shot"})
     (warned,) = [record.getMessage() for record in caplog.records]
     (found,) = [finding.detail for finding in check(path)["trials"]]
-    reason = found.partition("make no sense: ")[2]
+    reason = found.partition("are invalid: ")[2]
     assert reason.startswith("trial 2: ")
     assert reason in warned
 

@@ -109,7 +109,7 @@ def test_shapes_of_quantised_norms(options: Any, dtypes: str, scales: Any, norm:
 @pytest.mark.parametrize(
     ("text", "call"),
     [
-        ("is no reduction", lambda x: OPS.all_reduce(x, "mean", *NOBODY)),
+        ("is not a reduction", lambda x: OPS.all_reduce(x, "mean", *NOBODY)),
         ("numerics", lambda x: OPS.all_reduce(x, "sum", *NOBODY, "exact")),
         ("must be a multiple of 4", lambda x: OPS.reduce_scatter(x, "sum", 1, *NOBODY)),
         ("cannot be cut", lambda x: OPS.all_to_all(x.t(), *NOBODY)),

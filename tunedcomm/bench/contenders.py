@@ -276,7 +276,7 @@ def _suits(problem: Problem, device: torch.device, op: str) -> bool:
     if problem.dtype not in _DTYPES:
         raise LeftOut(f"PyTorch's operators take {' and '.join(_DTYPES)}, not {problem.dtype}")
     if problem.numel == 0 or problem.nbytes % (_GRANULE * problem.world_size):
-        raise LeftOut(f"{problem.nbytes} bytes are no multiple of {_GRANULE} for each of {problem.world_size} ranks")
+        raise LeftOut(f"{problem.nbytes} bytes are not a multiple of {_GRANULE} for each of {problem.world_size} ranks")
     need_rendezvous(device)
     return True
 

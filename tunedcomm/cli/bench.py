@@ -205,7 +205,7 @@ def _check_contenders(names: list[str], op: str, files: Sequence[Path]) -> list[
         if name not in known:
             raise bad_usage(
                 "--contender",
-                f"{name!r} is no contender of {op}{did_you_mean(name, known)} They are {', '.join(known)}; "
+                f"{name!r} is not a contender of {op}{did_you_mean(name, known)} They are {', '.join(known)}; "
                 "--peers adds other projects' kernels",
             )
     return names

@@ -326,7 +326,7 @@ def check_packages() -> Iterator[Line]:
     for package, why in plugins.failed.items():
         found.append(Line("variants", "warn", f"{package} brings no variants: {why}", "fix or uninstall it"))
     for package, group in plugins.misspelt_groups():
-        why = f"{package} has an entry point in the group {group!r}, which means nothing; is {plugins.GROUP!r} meant?"
+        why = f"{package} has an entry point in the unknown group {group!r}; did you mean {plugins.GROUP!r}?"
         found.append(Line("variants", "warn", why, "correct the group in its pyproject.toml and install it again"))
     yield from found or [Line("variants", "ok", f"no other package brings any (entry points {plugins.GROUP})")]
 
@@ -365,7 +365,7 @@ def check_variables() -> Iterator[Line]:
         if forced is not None and forced not in variants(op):
             yield Line("variables", "fail", f"{op} has no variant {forced!r}", f"one of {', '.join(variants(op))}")
     for name in settings.unknown_variables(tuple(ops())):
-        yield Line("variables", "warn", f"{name} means nothing", "see docs/environment.md for the names")
+        yield Line("variables", "warn", f"{name} is not a known variable", "see docs/environment.md for the names")
     if not named:
         yield Line("variables", "ok", f"none of {settings.PREFIX}* is set")
 

@@ -49,10 +49,10 @@ def duration(seconds: float) -> str:
 
 
 def _waiting(gang: GangProgress) -> str:
-    """`waiting for bind of lamport(num_blocks=8), 60 of 120 s`; "" if the gang was heard of a moment ago."""
+    """`waiting for lamport(num_blocks=8) to bind, 60 of 120 s`; "" if the gang was heard of a moment ago."""
     if gang.patience_s is None or gang.silent_s < WAIT_S:
         return ""
-    what = "a gang to start" if gang.candidate is None else f"{_VERBS.get(gang.phase, gang.phase)} of {gang.candidate}"
+    what = "a gang to start" if gang.candidate is None else f"{gang.candidate} to {_VERBS.get(gang.phase, gang.phase)}"
     return f"waiting for {what}, {gang.silent_s:.0f} of {gang.patience_s:.0f} s"
 
 

@@ -208,7 +208,7 @@ def check_rows(database: Database, source_hash: SourceHash) -> tuple[list[Findin
     for name, size in (sizes | {"trial": by_variant.total(), "pin": len(pins)}).items():
         rows = [f"{table} {id_}: {why}" for (table, id_), why in invalid.rows.items() if table == name]
         mend = _MEND_PIN if name == "pin" else f"{_PRUNE_INVALID}; or restore a copy"
-        wrong = [Finding(f"{name}s", "fail", _told(rows, "make no sense"), mend)] if rows else []
+        wrong = [Finding(f"{name}s", "fail", _told(rows, "are invalid"), mend)] if rows else []
         if name == "pin" and unknown:
             text = _told(unknown, "name variants that this tunedcomm does not have")
             wrong.append(Finding("pins", "warn", text, _MEND_PIN))

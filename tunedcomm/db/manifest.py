@@ -58,7 +58,7 @@ def verify_manifest(path: str | Path) -> bool:
 
     Raises:
         DatabaseAccessError: the file or its manifest cannot be read.
-        DatabaseCorruptError: the file is not the one that the manifest was written for, or that is no manifest.
+        DatabaseCorruptError: the file is not the one that the manifest was written for, or that is not a manifest.
     """
     path = Path(path).expanduser()
     beside, stored = manifest_path(path), None
@@ -75,7 +75,7 @@ def verify_manifest(path: str | Path) -> bool:
         pass
     if not (isinstance(stored, dict) and _IDENTITY.items() <= stored.items() and content.keys() <= stored.keys()):
         raise DatabaseCorruptError(
-            f"{beside} is no manifest that this tunedcomm knows: {text[:60]!r}; copy it again, or remove it"
+            f"{beside} is not a manifest that this tunedcomm knows: {text[:60]!r}; copy it again, or remove it"
         )
     if content != {name: stored[name] for name in content}:
         raise DatabaseCorruptError(

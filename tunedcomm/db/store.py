@@ -213,7 +213,7 @@ class Database:
         """Log once what could not be read; the process goes on without these rows."""
         if reader.skipped.count:
             warn_once(
-                f"{self._target}: skipped rows that make no sense, the first: {reader.skipped.first}. `tunedcomm db "
+                f"{self._target}: skipped invalid rows, the first: {reader.skipped.first}. `tunedcomm db "
                 "check` lists them",
                 about=f"skipped rows of {self._target}",
             )

@@ -107,7 +107,7 @@ class _Refusal(Skipped):
     def add(self, table: str, id_: object, why: object) -> None:
         raise DatabaseCorruptError(
             f"{self._target}, {table} {id_}: {why}; nothing was imported: correct it, or restore a copy (`tunedcomm db "
-            "check` lists the rows of a database that make no sense)"
+            "check` lists the invalid rows of a database)"
         )
 
 

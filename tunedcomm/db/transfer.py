@@ -301,7 +301,7 @@ def _check_out(path: Path, sources: Sequence[str | Path], *, force: bool) -> Non
 
 
 def _check_replaced(path: Path, sources: Sequence[str | Path], scratch: Path) -> None:
-    """Refuse to replace a file that is no export as it was written, unless the sources hold all that it holds."""
+    """Refuse to replace a file that is not an export as it was written, unless the sources hold all that it holds."""
     with contextlib.suppress(DatabaseCorruptError):  # it was changed since it was exported
         if path.stat().st_size == 0 or verify_manifest(path):
             return
@@ -316,9 +316,9 @@ def _check_replaced(path: Path, sources: Sequence[str | Path], scratch: Path) ->
     if any(lost.values()):
         what = " and ".join(f"{count} {name}" for name, count in lost.items() if count)
         raise DatabaseAccessError(
-            f"{path} is no export as it was written: it holds {what} that the sources lack, which would be lost; give "
-            f"another path, or save them first with `tunedcomm db merge {path} --into FILE`, FILE being a source, or "
-            "move it away"
+            f"{path} is not an export as it was written: it holds {what} that the sources lack, which would be lost; "
+            f"give another path, or save them first with `tunedcomm db merge {path} --into FILE`, FILE being a source, "
+            "or move it away"
         )
 
 

@@ -130,7 +130,7 @@ def note_force_mode(decision: Decision, mode: str) -> Decision:
 def check_limit(name: str, limit: int | None, unit: str) -> None:
     """Raise UnsupportedInputError unless `limit`, the argument `name`, is a number of `unit` or None."""
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
-        raise UnsupportedInputError(f"{name}={limit!r} is no number of {unit}; pass an integer from 0 on, or None")
+        raise UnsupportedInputError(f"{name}={limit!r} is not a number of {unit}; pass an integer from 0 on, or None")
 
 
 def check_policy(policy: NumericsPolicy | None) -> None:

@@ -56,7 +56,7 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
 
     Raises:
         NotInitializedError: torch.distributed is not initialised.
-        GroupError: the caller is no member of the group, the group has no backend for the device, or there is no GPU.
+        GroupError: the caller is not a member, the group has no backend for the device, or there is no GPU.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise NotInitializedError(
@@ -70,8 +70,8 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
         )
     if resolved in _groups_of_parent:
         raise GroupError(
-            "the process group was made before this process was forked, and this process is none of its ranks; start "
-            "ranks with torchrun or the start method 'spawn', or make a group of this process's own"
+            "the process group was made before this process was forked, and this process is not one of its ranks; "
+            "start ranks with torchrun or the start method 'spawn', or make a group of this process's own"
         )
     if not _is_member(resolved):
         raise GroupError(

@@ -952,7 +952,7 @@ def intercept(
     Raises:
         NotInitializedError: no default process group.
         GroupError: not a member of a group, or it has no backend for this device.
-        UnsupportedInputError: `max_count` is no number of rows, `numerics` no policy, or an argument differs from
+        UnsupportedInputError: `max_count` is not a number of rows, `numerics` no policy, or an argument differs from
             a block around this one.
         UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.14 are).
 

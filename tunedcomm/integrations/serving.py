@@ -64,7 +64,7 @@ class ServingAllReduce:
     Raises:
         NotInitializedError: no default process group.
         GroupError: not a member of the group, or it has no backend for the device.
-        UnsupportedInputError: `max_bytes` is no number of bytes, or given with `ordered`; no such policy.
+        UnsupportedInputError: `max_bytes` is not a number of bytes, or given with `ordered`; no such policy.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def reduction_name(op: Any) -> Any:
 def check_reduction(op: Any, x: torch.Tensor, reductions: Sequence[str]) -> None:
     """Refuse unknown reductions, and means of integers."""
     if op not in reductions:
-        raise UnsupportedInputError(f"op={op!r} is no reduction; allowed: {', '.join(reductions)}")
+        raise UnsupportedInputError(f"op={op!r} is not a reduction; allowed: {', '.join(reductions)}")
     if op == "avg" and not x.is_floating_point():
         raise UnsupportedInputError(f"avg of {x.dtype} would round; use op='sum' and divide, or a floating-point dtype")
 
@@ -157,7 +157,7 @@ def normal_dim(op: str, x: torch.Tensor, dim: Any) -> int:
     count = max(x.dim(), 1)
     if not isinstance(dim, int) or isinstance(dim, bool) or not -count <= dim < count:
         raise UnsupportedInputError(
-            f"dim={dim!r} of {op} is no dimension of a tensor of shape {tuple(x.shape)}; allowed: {-count} to "
+            f"dim={dim!r} of {op} is not a dimension of a tensor of shape {tuple(x.shape)}; allowed: {-count} to "
             f"{count - 1}"
         )
     return dim % count

@@ -40,7 +40,7 @@ class _DcpCombine(OpAdapter):
                 f"{tuple(x.shape)} and {got}"
             )
         if options[0] not in BASES:
-            raise UnsupportedInputError(f"base={options[0]!r} is none; allowed: 'e' and '2'")
+            raise UnsupportedInputError(f"base={options[0]!r} is not a base; allowed: 'e' and '2'")
         check(self.problem(inputs, options, world_size, Problem))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int, make: Maker = problem_of) -> Problem:
@@ -104,7 +104,7 @@ def dcp_combine(
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
-    Differentiable in x and lse. On GPUs heads that are no multiple of 16 bytes run the variant `library`. Can be
+    Differentiable in x and lse. On GPUs heads that are not a multiple of 16 bytes run the variant `library`. Can be
     captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
     try:

@@ -47,7 +47,7 @@ class _ByCounts(OpAdapter):
     def check_counts(self, inputs: Tensors, options: Any, world_size: int) -> None:
         counts, (sizes, _, max_count) = inputs[1], options
         if not isinstance(max_count, int) or isinstance(max_count, bool) or max_count < 0:
-            raise UnsupportedInputError(f"max_count={max_count!r} is no number of rows; pass an integer from 0 on")
+            raise UnsupportedInputError(f"max_count={max_count!r} is not a number of rows; pass an integer from 0 on")
         if counts is not None and (counts.dtype != torch.int32 or tuple(counts.shape) != (world_size,)):
             raise UnsupportedInputError(
                 f"counts of {self.op} have shape {tuple(counts.shape)} and {counts.dtype}; in a tensor on x's device "
@@ -175,7 +175,7 @@ def _given(x: Any, counts: Any, group: Group) -> tuple[Any, tuple[int, ...] | No
             raise TypeError
     except TypeError:
         raise UnsupportedInputError(
-            f"counts={counts!r} are no numbers of rows; pass integers, or int32 in a tensor on x's device"
+            f"counts={counts!r} are not numbers of rows; pass integers, or int32 in a tensor on x's device"
         ) from None
     group = dist.group.WORLD if group is None else group
     rank = group.rank() if isinstance(group, dist.ProcessGroup) else 0

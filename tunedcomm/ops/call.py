@@ -149,7 +149,7 @@ def numerics(policy: NumericsPolicy) -> Iterator[None]:
         UnsupportedInputError: no such policy.
     """
     if policy is None:
-        raise UnsupportedInputError("numerics(None) is no policy; pass default, ordered or any")
+        raise UnsupportedInputError("numerics(None) is not a policy; pass default, ordered or any")
     check_policy(policy)
     policies.append(policy)
     _switch()

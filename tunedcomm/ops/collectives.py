@@ -1069,8 +1069,8 @@ def all_reduce_bias(
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
-    On GPUs rows that are no multiple of 16 bytes run the variant `library`. Can be captured in CUDA graphs; enqueues on
-    the current stream; never synchronises the host.
+    On GPUs rows that are not a multiple of 16 bytes run the variant `library`. Can be captured in CUDA graphs; enqueues
+    on the current stream; never synchronises the host.
     """
     try:
         if not is_dynamo_compiling():

@@ -357,9 +357,9 @@ class _DispatchSorted(_Dispatch):
         if not alignment:
             raise UnsupportedInputError("alignment=0: pass 1 or more rows")
         if layout not in SORTED:
-            raise UnsupportedInputError(f"layout={layout!r} is none; allowed: {', '.join((*SORTED, BY_TOKEN))}")
+            raise UnsupportedInputError(f"layout={layout!r} is not a layout; allowed: {', '.join((*SORTED, BY_TOKEN))}")
         if quantize not in _QUANTISED:
-            raise UnsupportedInputError(f"quantize={quantize!r} is none; allowed: None, 'token', 'group128'")
+            raise UnsupportedInputError(f"quantize={quantize!r} is not a scheme; allowed: None, 'token', 'group128'")
         if quantize and x.dtype == torch.float64:
             raise UnsupportedInputError(f"{self.op} quantises bfloat16, float16 and float32, not float64")
         check(self.problem(inputs, options, world_size, Problem))
@@ -949,7 +949,7 @@ def _combine_refusal(sent: Any, topk_weights: Any, reduce: str, wire: str | None
     """The reason why arguments of `ep_combine` do not go together, or ""."""
     by_token = isinstance(sent, TokenDispatchResult)
     if reduce not in ("token", "rank") or (by_token and reduce == "rank"):
-        return f"reduce={reduce!r} is none here; allowed: 'token', and 'rank' for padded and contiguous layouts"
+        return f"reduce={reduce!r} is not possible here; allowed: 'token', and 'rank' for padded and contiguous layouts"
     if wire is not None and not by_token and reduce != "rank":
         return "wire of ep_combine is for the layout 'tokens' and for reduce='rank'"
     if not isinstance(sent, (TokenDispatchResult, DispatchResult)):

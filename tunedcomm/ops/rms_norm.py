@@ -72,7 +72,7 @@ class _AllReduceRmsNorm(OpAdapter):
         check_extra(self.op, x, weight, "weight", (x.shape[-1],))
         check_extra(self.op, x, residual, "residual", tuple(x.shape))
         if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps < math.inf:
-            raise UnsupportedInputError(f"eps={eps!r} is no number from 0 on; 1e-6 is the default")
+            raise UnsupportedInputError(f"eps={eps!r} is not a number from 0 on; 1e-6 is the default")
         if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
             raise UnsupportedInputError(
                 f"scale has {scale.numel()} elements of {scale.dtype}; it must be one torch.float32"
@@ -145,7 +145,7 @@ class _AllReduceRmsNormQuantized(_AllReduceRmsNorm):
                 "quantize='token'"
             )
         if not isinstance(offset, (int, float)) or isinstance(offset, bool) or not math.isfinite(offset):
-            raise UnsupportedInputError(f"weight_offset={offset!r} is no finite number; 0.0 is the default")
+            raise UnsupportedInputError(f"weight_offset={offset!r} is not a finite number; 0.0 is the default")
         if form_named(*self.named(inputs, options)).is_basic or (_is_full(bias) and residual is None):
             raise UnsupportedInputError(
                 f"{self.operator} serves what {self.op} does not; call that, with a bias of x's shape as the residual"
@@ -330,9 +330,9 @@ def all_reduce_rms_norm(
     Raises:
         NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
-    On GPUs rows that are no multiple of 16 bytes, or longer than 32 KiB, run the variant `library`. Can be captured in
-    CUDA graphs; enqueues on the current stream; never synchronises the host. There is a gradient without `quantize` and
-    `weight_offset`, and with a bias of `x`'s shape if there is no residual.
+    On GPUs rows that are not a multiple of 16 bytes, or longer than 32 KiB, run the variant `library`. Can be captured
+    in CUDA graphs; enqueues on the current stream; never synchronises the host. There is a gradient without `quantize`
+    and `weight_offset`, and with a bias of `x`'s shape if there is no residual.
     """
     try:
         if _is_full(bias) and residual is None and bias.shape == x.shape:  # type: ignore[union-attr]

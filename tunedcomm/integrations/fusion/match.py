@@ -199,7 +199,7 @@ def product_operands(node: Node) -> tuple[Node, Node, Node | None]:
         if any(value != 1 for value in node.kwargs.values()):
             raise LeftError(f"{node.name} scales its summands")
         return node.args[1], node.args[2], node.args[0]  # type: ignore[return-value]
-    raise LeftError(f"{node.name} ({node.target}) is no product of two matrices")
+    raise LeftError(f"{node.name} ({node.target}) is not a product of two matrices")
 
 
 @dataclass(frozen=True, slots=True)

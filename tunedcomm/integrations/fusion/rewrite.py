@@ -189,7 +189,7 @@ def reduced_by(collective: Node) -> Reduce:
         raise LeftError("its rows are put in another order behind any product, as rows of several sequences are")
     _, _, bias = product_operands(product)
     if bias is not None and val(bias).dim() != 1:
-        raise LeftError(f"what {product.name} adds is no row")
+        raise LeftError(f"what {product.name} adds is not a row")
     check_sizes(val(wait).shape)
     if val(given).dim() < 2 or val(given).shape[-1] != val(product).shape[-1]:
         raise LeftError("the product and the reduced tensor differ in columns")

@@ -48,7 +48,7 @@ def refuse_rows(problem: Problem, limits: Limits) -> str | None:
     if reason := refuse_kernels(problem, limits, SUM_DTYPES, ("sum",)):
         return reason
     if problem.shape[-1] * ITEMSIZE[problem.dtype] % PACKET_BYTES:
-        return f"rows of {problem.shape[-1]} {problem.dtype} are no whole packets of {PACKET_BYTES} bytes"
+        return f"rows of {problem.shape[-1]} {problem.dtype} are not whole packets of {PACKET_BYTES} bytes"
     return None
 
 

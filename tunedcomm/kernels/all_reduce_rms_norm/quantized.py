@@ -178,7 +178,7 @@ class _Forms(RmsNormVariant):
         if form.is_basic:
             return "the variant without `_quantized` in its name serves this form"
         if form.quantize == "group128" and problem.shape[-1] % GROUP:
-            return f"rows of {problem.shape[-1]} columns are no whole groups of {GROUP}"
+            return f"rows of {problem.shape[-1]} columns are not whole groups of {GROUP}"
         return None
 
     def first_arguments(self, problem: Problem) -> tuple[Argument | None, ...]:

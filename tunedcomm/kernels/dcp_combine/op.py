@@ -212,7 +212,7 @@ class CombineVariant(KernelVariant):
             return reason
         head_dim = problem.shape[2]
         if head_dim * ITEMSIZE[problem.dtype] % PACKET_BYTES:
-            return f"heads of {head_dim} {problem.dtype} are no whole packets of {PACKET_BYTES} bytes"
+            return f"heads of {head_dim} {problem.dtype} are not whole packets of {PACKET_BYTES} bytes"
         return None
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:

@@ -370,7 +370,7 @@ class ChunkedScatter(VariantBase, registered=True):
             return reason
         chunks, blocks, span = int(config["chunks"]), int(config["push_blocks"]), self._span(problem, config)
         if chunks > 1 and not whole_packets(problem):
-            return f"rows of {problem.shape[1]} results are no whole packets, so parts would share some: only chunks=1"
+            return f"rows of {problem.shape[1]} results are not whole packets, so parts would share some: only chunks=1"
         if -(-rows_of(problem) // span) != chunks:
             return f"{rows_of(problem)} rows do not make {chunks} parts"
         if chunks > 1 and limits.backend == "cuda" and span < _TILE:
@@ -634,7 +634,7 @@ class CopyEngine(VariantBase, registered=True):
         if reason := _refuse_parts(problem, config):
             return reason
         if gemm_layout(problem).bias and not whole_packets(problem):
-            return f"rows of {problem.shape[1]} results are no whole packets, as sums with a bias want"
+            return f"rows of {problem.shape[1]} results are not whole packets, as sums with a bias want"
         if reason := refuse_streams(problem, config["num_streams"]):
             return reason
         parts, blocks, host = _parts_of(problem, config), int(config["num_blocks"]), limits.backend == "host"

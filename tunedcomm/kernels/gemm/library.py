@@ -324,7 +324,7 @@ def bind_reduction(
 class TunedReduce(_LibraryTuned, registered=True):
     """The product goes into the result and is reduced in place: the same thread reads and writes each element.
 
-    The bias is added by the all_reduce kernel, or by PyTorch where rows are no whole packets.
+    The bias is added by the all_reduce kernel, or by PyTorch where rows are not whole packets.
     """
 
     op = "gemm_ar"

@@ -118,11 +118,11 @@ def shard_rows(problem: Problem) -> int:
     """Rows of one rank: of A in ag_gemm, of the result in gemm_rs.
 
     Raises:
-        ValueError: M is no multiple of the number of ranks.
+        ValueError: M is not a multiple of the number of ranks.
     """
     rows, left = divmod(problem.shape[0], problem.world_size)
     if left:
-        raise ValueError(f"M = {problem.shape[0]} of {problem.op} is no multiple of {problem.world_size} ranks")
+        raise ValueError(f"M = {problem.shape[0]} of {problem.op} is not a multiple of {problem.world_size} ranks")
     return rows
 
 

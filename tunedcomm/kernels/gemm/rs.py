@@ -499,7 +499,7 @@ def _unsuited_epilogue(problem: Problem, config: Config, limits: Limits) -> str 
     if "epilogue" not in config:
         return None
     if config["epilogue"] == "descriptor" and not tiles.whole_packets(problem):
-        return f"rows of {problem.shape[1]} results are no whole packets, as tensor descriptors want"
+        return f"rows of {problem.shape[1]} results are not whole packets, as tensor descriptors want"
     if config["epilogue"] == "pointer" and tiles.whole_packets(problem) and limits.backend == "cuda":
         return "plain loads of partial results take twice as long as descriptors, which suit this result"
     if limits.backend == "host" and int(config["block_n"]) > 128:
@@ -534,7 +534,7 @@ class Multimem(ScatterVariant, registered=True):
         if reason := refuse_multicast(limits) or super().infeasible(problem, config, limits):
             return reason
         if int(config["chunks"]) > 1 and not tiles.whole_packets(problem):
-            return f"rows of {problem.shape[1]} results are no whole packets, so chunks would share some: only chunks=1"
+            return f"rows of {problem.shape[1]} results are not whole packets: chunks would share some; use chunks=1"
         return None
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:

@@ -338,9 +338,9 @@ def refuse_gemm(
         return f"{panel_bytes} bytes of matrices; {most}"
     for columns in (k,) if wanted.nk else (k, n):
         if descriptors and columns * ITEMSIZE[problem.dtype] % PACKET_BYTES:
-            return f"rows of {columns} {problem.dtype} are no multiples of 16 bytes, as tensor descriptors want"
+            return f"rows of {columns} {problem.dtype} are not multiples of 16 bytes, as tensor descriptors want"
     if packets and not whole_packets(problem):
-        return f"rows of {n} results are no whole packets of {PACKET_BYTES} bytes"
+        return f"rows of {n} results are not whole packets of {PACKET_BYTES} bytes"
     return None
 
 

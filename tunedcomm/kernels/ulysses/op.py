@@ -138,7 +138,7 @@ class UlyssesVariant(MoveVariant):
             return reason
         row = problem.shape[2] // problem.world_size * ITEMSIZE[problem.dtype]
         if row % PACKET_BYTES or share_bytes(problem) == 0:
-            return f"{row} bytes of a token for each rank are no whole packets of {PACKET_BYTES} bytes"
+            return f"{row} bytes of a token for each rank are not whole packets of {PACKET_BYTES} bytes"
         return None
 
     def first_arguments(self, problem: Problem) -> tuple[Argument | None, ...]:
