@@ -141,11 +141,14 @@ def schema() -> str:
 
 
 class Docstring(NamedTuple):
-    """A public function's docstring; `sections` has `Args` and `Raises`, `returns` also what follows the last one."""
+    """A public name's docstring; `returns` also has the text behind the last section of `_SECTIONS`."""
 
     text: list[str]
     sections: dict[str, dict[str, str]]
     returns: list[str]
+
+
+_SECTIONS = ("Args", "Attributes", "Raises")
 
 
 def _entries(section: str) -> dict[str, str]:
@@ -158,13 +161,13 @@ def _entries(section: str) -> dict[str, str]:
 
 
 def docstring(function: Callable[..., Any]) -> Docstring:
-    """The function's docstring, taken apart; "as in `op`." stands for the text of that op's docstring."""
+    """The docstring of a function or class, taken apart; "as in `op`." stands for the text of that op's docstring."""
     found = Docstring([], {}, [])
     for part in inspect.cleandoc(function.__doc__ or "").split("\n\n"):
         head, _, rest = part.partition(":\n")
-        if head in ("Args", "Raises"):
+        if head in _SECTIONS:
             found.sections[head] = _entries(rest)
-        elif head == "Returns":
+        elif head in ("Returns", "Yields"):
             found.returns.append(" ".join(rest.split()))
         else:
             shown = f"```text\n{inspect.cleandoc(part)}\n```" if part.startswith("    ") else " ".join(part.split())
@@ -216,14 +219,55 @@ def op_problems() -> str:
     return table(dict.fromkeys(heads, "l"), lines)
 
 
+def _signature(name: str) -> str:
+    shown = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(getattr(tunedcomm, name))))
+    return f"`tunedcomm.{name}{re.sub(r'(torch|dist)[.](?=[A-Z])', '', shown)}`"
+
+
+_MEMBERS_INSIDE = ("Communicator", "ExpertBuffers", "FusionPass")  # their methods serve the package alone
+
+
+def _methods(kind: type) -> list[list[str]]:
+    """The public methods and properties of a class, with the first lines of their docstrings."""
+    rows = []
+    for name, one in vars(kind).items():
+        is_method = inspect.isfunction(one)
+        if not name.startswith("_") and (is_method or isinstance(one, property)):
+            shown = f"{name}({', '.join([*inspect.signature(one).parameters][1:])})" if is_method else name
+            rows.append([f"`{shown}`", cell((inspect.getdoc(one) or "").split("\n\n")[0])])
+    return rows
+
+
+def api() -> str:
+    """Every public name that is neither an op nor an error."""
+    lines = []
+    for name in sorted({*tunedcomm.__all__} - {*ops(), *errors.__all__}, key=str.lower):
+        thing = getattr(tunedcomm, name)
+        told, is_class = docstring(thing), inspect.isclass(thing)
+        lines += [f"## {name}", ""]
+        if is_class and thing.__name__ != name:
+            lines += [f"Another name of [`{thing.__name__}`](#{thing.__name__.lower()}).", ""]
+            continue
+        lines += [] if is_class and "Args" not in told.sections else [_signature(name), ""]
+        lines += [line for part in told.text for line in (part, "")]
+        for section, entries in told.sections.items() if name != "Communicator" else ():
+            head = {"Args": "parameter", "Attributes": "attribute", "Raises": "raises"}[section]
+            rows = [[f"`{entry}`", cell(text)] for entry, text in entries.items()]
+            lines += [table({head: "l", "": "l"}, rows), ""]
+        if is_class and name not in _MEMBERS_INSIDE and (rows := _methods(thing)):
+            lines += [table({"method": "l", "": "l"}, rows), ""]
+        verb = "Yields" if "Yields:" in (thing.__doc__ or "") else "Returns"
+        lines += [f"{verb}: {told.returns[0]}", ""] if told.returns else []
+        lines += [line for part in told.returns[1:] for line in (part, "")]
+    return "\n".join(lines[:-1])
+
+
 def op_sections() -> str:
     """Every op: its function and its variants."""
     times, lines = _described(), []
     for spec in ops().values():
-        function = getattr(tunedcomm, spec.name)
-        told = docstring(function)
-        shown = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
-        lines += [f"## {spec.name}", "", f"`tunedcomm.{spec.name}{re.sub(r'(torch|dist)[.](?=[A-Z])', '', shown)}`", ""]
+        told = docstring(getattr(tunedcomm, spec.name))
+        lines += [f"## {spec.name}", "", _signature(spec.name), ""]
         lines += [line for part in told.text for line in (part, "")]
         rows = [[f"`{name}`", cell(text)] for name, text in told.sections["Args"].items() if times[name, text] < 3]
         lines += [table({"parameter": "l", "": "l"}, rows), "", f"Returns {' '.join(told.returns)}", ""]
@@ -475,6 +519,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "tolerances": tolerances,
     "op problems": op_problems,
     "op sections": op_sections,
+    "api": api,
     "all_reduce in short": all_reduce_in_short,
     "all_reduce on CPUs in short": all_reduce_host_in_short,
     "all_reduce, CPU": all_reduce_host,

@@ -227,7 +227,7 @@ def ep_buffers(
 
     Args:
         tokens: most tokens of a rank in one call.
-        hidden, topk, dtype: of the calls.
+        hidden, topk, dtype: as in the calls.
         depth: slots. Call i of the program uses slot i mod `depth`, so a result holds for `depth` − 1 further calls.
         device: by default as for `symmetric_empty`.
         group: by default the default group.
