@@ -102,6 +102,11 @@ def test_a_rank_that_leaves_ends_the_others_at_once(rank: int) -> None:
         right(rank, group)
 
 
+def test_advice_is_given_once() -> None:
+    said = exchange.left_by("all_reduce", ValueError("planted"))
+    assert exchange.left_by("the set-up", tunedcomm.GroupAbortedError(said)).count("refuses further calls") == 1
+
+
 def test_set_ups_in_which_a_rank_gave_up(rank: int) -> None:
     """They fail on ranks that come later, at once; the one after a release works."""
     group = dist.new_group()

@@ -65,7 +65,7 @@ from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, Variant, 
 from tunedcomm.state import clean_thread
 from tunedcomm.symm.buffer import SymmetricBuffer, by_reason
 from tunedcomm.symm.control import Control
-from tunedcomm.symm.exchange import AFTERWARDS, agree, exchange, first_difference, leave, on_every_rank, set_up
+from tunedcomm.symm.exchange import agree, exchange, first_difference, leave, left_by, on_every_rank, set_up
 from tunedcomm.symm.layout import LaneLayout, limits_for
 from tunedcomm.symm.nodes import (
     NodeGroups,
@@ -748,13 +748,6 @@ def _make_memory_everywhere(
     return made
 
 
-def left_by(what: str, error: BaseException) -> str:
-    """Say how an exception ended a call, and what to do."""
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"left {what} midway by {said[:_MOST_SAID]}. {AFTERWARDS}"
-
-
-_MOST_SAID = 500
 # Problems whose plans a group keeps, for sizes that never repeat would fill the memory.
 MAX_PROBLEMS = 1024
 # Kinds of calls, which tell more apart than problems: options and strides, for example.

@@ -16,10 +16,10 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from tunedcomm.dispatch.communicator import Communicator, current, dropped_at_exit, left_by, on_forget, on_release
+from tunedcomm.dispatch.communicator import Communicator, current, dropped_at_exit, on_forget, on_release
 from tunedcomm.errors import GroupAbortedError, GroupError, NotInitializedError, PeerTimeoutError
 from tunedcomm.state import clean_thread
-from tunedcomm.symm.exchange import leave
+from tunedcomm.symm.exchange import leave, left_by
 
 
 def _is_member(group: object) -> TypeGuard[dist.ProcessGroup]:

@@ -37,6 +37,12 @@ AFTERWARDS = (
 )
 
 
+def left_by(what: str, error: BaseException) -> str:
+    """Say how an exception ended a call or a set-up, and what to do."""
+    said = (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)[:_MAX_SAID]
+    return f"left {what} midway by {said}" + ("" if AFTERWARDS in said else f". {AFTERWARDS}")
+
+
 class _Epoch:
     """One rank's end of the exchanges of a group since its last set-up began.
 
@@ -102,8 +108,7 @@ class _Epoch:
             return
         with contextlib.suppress(Exception):  # the store may be what failed
             if not self.left:
-                said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                self.left = f"rank {self._names[self.rank]} left the set-up midway by {said[:_MAX_SAID]}. {AFTERWARDS}"
+                self.left = f"rank {self._names[self.rank]} {left_by('the set-up', error)}"
                 if not self._store.check([f"{self.index}/left"]):  # the first reason is the cause
                     self._store.set(f"{self.index}/left", self.left)
 
