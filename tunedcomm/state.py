@@ -1,16 +1,52 @@
-"""Blocks in which the program's state does not count: for what outlives a call, and for what judges a candidate.
+"""Blocks in which the program's state does not count, and `reusable`, which makes blocks that may be entered again.
 
-Programs set a default dtype or device while they load a model, call in inference mode, or lower the precision of fp32
-products. A tensor that is made meanwhile and kept would carry that into every later call.
+The former are for what outlives a call, and for what judges a candidate: programs set a default dtype or device while
+they load a model, call in inference mode, or lower the precision of fp32 products. A tensor that is made meanwhile and
+kept would carry that into every later call.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Reusable(contextlib.ContextDecorator, contextlib.AbstractContextManager[T], Generic[T]):
+    """A `with` block that may be entered again: each entry makes a new one by `make`."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[T]]) -> None:
+        self._make, self._entered = make, list[contextlib.AbstractContextManager[T]]()
+
+    def __enter__(self) -> T:
+        made = self._make()
+        value = made.__enter__()
+        self._entered.append(made)
+        return value
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, traceback)
+
+
+def reusable(function: Callable[P, Iterator[T]]) -> Callable[P, Reusable[T]]:
+    """`contextlib.contextmanager`, whose objects serve for one `with` only, for blocks that may be entered again."""
+    once = contextlib.contextmanager(function)
+
+    @functools.wraps(function)
+    def make(*args: P.args, **options: P.kwargs) -> Reusable[T]:
+        return Reusable(functools.partial(once, *args, **options))
+
+    return make
 
 
 @contextlib.contextmanager

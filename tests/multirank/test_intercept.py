@@ -322,6 +322,12 @@ def test_nested_blocks_and_exceptions(rank: int) -> None:
     assert inner.num_served == 1
     assert count() == 0
     with tunedcomm.force("all_reduce", "lamport"):
+        block = tunedcomm.intercept()
+        for _ in range(2):
+            with block as seen, block:
+                assert count() == 1
+            assert seen.num_served == 1
+        assert count() == 0
         first = tunedcomm.install()
         tunedcomm.install()
         assert count() == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,11 @@ from tunedcomm.dispatch.groups import get_communicator, live_communicators
 from tunedcomm.errors import AgreementError
 from tunedcomm.space import Value
 from tunedcomm.spec import get_op, get_variant
+from tunedcomm.state import reusable
 from tunedcomm.symm.exchange import first_difference
 
 
-@contextlib.contextmanager
+@reusable
 def force(op: str, variant: str, config: Mapping[str, Value] | None = None) -> Iterator[None]:
     """Run one variant for every problem of `op` inside the `with` block, the same on every rank.
 

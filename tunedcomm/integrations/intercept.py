@@ -66,6 +66,7 @@ from tunedcomm.ops.call import forget_last, leave, paths
 from tunedcomm.ops.fast_call import is_capturing
 from tunedcomm.selection.select import Decision
 from tunedcomm.spec import NumericsPolicy, Problem, admits, get_variant
+from tunedcomm.state import reusable
 
 _c10d: Any = torch._C._distributed_c10d
 _PATIENCE_NS = 50_000  # to hand a call to another thread and back takes about as long
@@ -916,7 +917,7 @@ def _leave(groups: tuple[RoutedGroup, ...]) -> None:
         _register()
 
 
-@contextlib.contextmanager
+@reusable
 def intercept(
     *groups: dist.ProcessGroup | None,
     max_count: int | None = None,
