@@ -309,6 +309,11 @@ def test_forced_variant_runs(rank: int) -> None:
         return name
 
     assert name_of() == "lamport"
+    again = tunedcomm.force("all_reduce", "one_shot")
+    for _ in range(2):
+        with again:
+            assert name_of() == "one_shot"
+        assert name_of() == "lamport"
     with tunedcomm.force("all_reduce", "two_shot"):
         assert name_of() == "two_shot"
         assert tunedcomm.explain(get_communicator(), problem(SMALL)).source == "forced"
@@ -429,8 +434,10 @@ def test_mode_off(rank: int) -> None:
     x, _ = inputs_of(rank, WORLD_SIZE, SMALL)
     with settings({"TUNEDCOMM_MODE": "off"}):
         assert ran(lambda: tunedcomm.all_reduce(x))[0] == "library"
+        assert "by TUNEDCOMM_MODE=off" in str(tunedcomm.explain("all_reduce", x))
         with tunedcomm.force("all_reduce", "one_shot"):
             assert ran(lambda: tunedcomm.all_reduce(x))[0] == "one_shot"
+            assert "by tunedcomm.force()" in str(tunedcomm.explain("all_reduce", x))
     assert ran(lambda: tunedcomm.all_reduce(x))[0] == "lamport"
 
 
@@ -438,11 +445,20 @@ def test_mode_force(rank: int) -> None:
     x, _ = inputs_of(rank, WORLD_SIZE, SMALL)
     with settings({"TUNEDCOMM_MODE": "force"}):
         assert ran(lambda: tunedcomm.all_reduce(x))[0] == "lamport"
-        with pytest.raises(
-            tunedcomm.InfeasibleError,
-            match=r"TUNEDCOMM_MODE=force, but no database .*tunedcomm tune --op all_reduce --shape 1024",
+        for call, options in (
+            (lambda: tunedcomm.all_reduce(x.bfloat16()), "--dtype bfloat16 --mode eager"),
+            (lambda: tunedcomm.all_reduce_(x.half(), op="avg"), "--reduction avg --in-place yes"),
         ):
-            tunedcomm.all_reduce(x.bfloat16())
+            with pytest.raises(tunedcomm.InfeasibleError, match="TUNEDCOMM_MODE=force, but no database") as caught:
+                call()
+            words = str(caught.value).split("`")[1]
+            assert words.startswith("tunedcomm tune --op all_reduce --shape 1024 --world-size 2")
+            assert options in words
+            planned = CliRunner().invoke(main.app, [*words.split()[1:], "--dry-run"])
+            assert planned.exit_code == 0, planned.output
+        for untuned in (lambda: tunedcomm.all_reduce(x.double()), lambda: tunedcomm.all_reduce(x, op="max")):
+            with pytest.raises(tunedcomm.InfeasibleError, match="cannot be tuned"):
+                untuned()
         with tunedcomm.force("all_reduce", "library"):
             assert ran(lambda: tunedcomm.all_reduce(x.bfloat16()))[0] == "library"
 
@@ -453,6 +469,7 @@ def test_forced_by_setting(rank: int) -> None:
         name, out = ran(lambda: tunedcomm.all_reduce(x))
         assert name == "two_shot_lamport"
         assert same_bits(out, expected)
+        assert "by TUNEDCOMM_FORCE_ALL_REDUCE" in str(tunedcomm.explain("all_reduce", x))
         with tunedcomm.force("all_reduce", "one_shot"):
             assert ran(lambda: tunedcomm.all_reduce(x))[0] == "one_shot"
         with pytest.raises(tunedcomm.InfeasibleError, match="max goes to the library"):

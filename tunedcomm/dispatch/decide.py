@@ -121,7 +121,12 @@ def beside_ordered(
 
 
 def note_force_mode(decision: Decision, mode: str) -> Decision:
-    """Append a note to the reason if TUNEDCOMM_MODE=force would raise."""
+    """Add to the reason what forced the candidate, or that TUNEDCOMM_MODE=force would raise."""
+    if decision.source == "forced":
+        op = decision.candidate.op
+        variable = f"{settings.FORCE_PREFIX}{op.upper()}" if settings.forced(op) else ""
+        by = "tunedcomm.force()" if op in forced_ops else variable or "TUNEDCOMM_MODE=off" * (mode == "off")
+        return replace(decision, why=f"{decision.why} by {by}") if by else decision
     if mode != "force" or decision.is_answered:
         return decision
     return replace(decision, why=f"{decision.why}; with TUNEDCOMM_MODE=force a call raises InfeasibleError")

@@ -26,7 +26,15 @@ from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.kernels.common.launch import SHARE_OF_EAGER
 from tunedcomm.metrics import format_bytes
 from tunedcomm.selection.select import Decision, Source
-from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits_library, get_op
+from tunedcomm.spec import (
+    Candidate,
+    NumericsPolicy,
+    Problem,
+    admits_library,
+    format_shape,
+    get_op,
+    why_no_kernel,
+)
 
 logger = logging.getLogger("tunedcomm")
 on_release.append(misses.flush)
@@ -89,8 +97,8 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     decide_again: Callable[[], Decision] = asked
     if communicator.settings.mode == "force" and not decision.is_answered:
         raise InfeasibleError(
-            f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decide_again().why}; tune it with "
-            f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
+            f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}; "
+            f"{_way_to_tune(problem, communicator, policy)}"
         )
     counter = misses.note_problem(communicator, problem, decision.source, policy)
     try:
@@ -111,6 +119,22 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s: %s (%s)", problem, candidate, decide_again().why)
     return Plan(problem, candidate, decision.source, launch, candidate.variant != "library", policy, decide_again)
+
+
+def _way_to_tune(problem: Problem, communicator: Communicator, policy: NumericsPolicy) -> str:
+    """The command that tunes a problem, or why none does, for errors."""
+    spec, limits = get_op(problem.op), communicator.limits
+    why = f"{spec.name} is not tuned in {problem.dtype}" if problem.dtype not in spec.dtypes else None
+    if why := why or why_no_kernel(problem, limits, policy):
+        return f"it cannot be tuned ({why}): unset TUNEDCOMM_MODE, or name a variant with tunedcomm.force()"
+    words = f"--op {spec.name} --shape {format_shape(problem.shape)} --world-size {problem.world_size}"
+    words += f" --dtype {problem.dtype} --mode {problem.mode}"
+    usual = {"reduction": spec.reductions, "layout": spec.layouts, "scaling": spec.scalings_of(problem.dtype)}
+    for name, allowed in {**usual, "input_kind": ("plain",)}.items():
+        if (value := getattr(problem, name)) != (allowed or ("",))[0]:
+            words += f" --{name.replace('_', '-')} {value or 'none'}"
+    words += " --in-place yes" * problem.in_place + " --backend host" * (limits.backend == "host")
+    return f"tune it with `tunedcomm tune {words}`"
 
 
 def library_plan(communicator: Communicator, problem: Problem) -> Plan:
@@ -154,7 +178,7 @@ def explain(
 
 def _memory_of(communicator: Communicator) -> str | None:
     """Say how much device memory the group holds, and for what."""
-    if communicator.workspace is None:
+    if communicator.workspace is None or communicator.device.type != "cuda":
         return None
     held = {name: nbytes for name, nbytes in communicator.workspace.held().items() if nbytes}
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items()) or "nothing yet"

@@ -63,7 +63,9 @@ def explain(
 ) -> Decision:
     """The decision for a problem, with every reason; binds and launches nothing. Print it to read it.
 
-    `explain("all_reduce", x)` explains the call `all_reduce(x)` on the default group, out of CUDA graphs.
+    `explain("all_reduce", x)` explains the call `all_reduce(x)` on the default group, out of CUDA graphs. Other options
+    are fields of a problem: `explain(get_communicator(), Problem("all_reduce", (x.numel(),), "float32", 4, "max"))`
+    explains `all_reduce(x, op="max")` of 4 ranks in a graph, and `mode="eager"` the call out of graphs.
 
     Args:
         communicator: what `get_communicator(group)` gives, or the name of an op.
@@ -81,9 +83,15 @@ def explain(
     if isinstance(communicator, str) or not isinstance(problem, Problem):
         raise UnsupportedInputError(
             "explain takes an op's name and its input, or a communicator and a Problem, not "
-            f"{type(communicator).__name__} and {type(problem).__name__}"
+            f"{type(communicator).__name__} and {type(problem).__name__}; {_EXAMPLE}"
         )
     return plans.explain(communicator, problem, policy=policy, max_sms=max_sms)
+
+
+_EXAMPLE = (
+    'pass e.g. explain("all_reduce", x), or for other options explain(tunedcomm.get_communicator(), '
+    'tunedcomm.Problem("all_reduce", (4096,), "bfloat16", 4, reduction="max", mode="eager"))'
+)
 
 
 def _asked(op: str, inputs: Tensors) -> tuple[Communicator, Problem]:
@@ -94,7 +102,7 @@ def _asked(op: str, inputs: Tensors) -> tuple[Communicator, Problem]:
     names = [] if path is None else [option.split()[-1] for option in path.adapter.options]
     options = tuple([defaults[name].default if name in defaults else inspect.Parameter.empty for name in names])
     if path is None or inspect.Parameter.empty in options:
-        raise UnsupportedInputError(f"calls of {op} need more than tensors: pass a communicator and a Problem")
+        raise UnsupportedInputError(f"calls of {op} need more than tensors; {_EXAMPLE}")
     inputs += (None,) * (len(path.adapter.inputs) - len(inputs))
     for name, tensor in zip(path.adapter.inputs[:1], inputs, strict=False):
         check_input(op, tensor, name)
