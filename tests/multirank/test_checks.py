@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -93,6 +93,9 @@ def test_calls_that_differ(rank: int) -> None:
             with gives_up_in_time(0.0), pytest.raises(tunedcomm.AgreementError, match=said):
                 calls[rank]()
             in_step()
+        with tunedcomm.force("all_reduce", "lamport") if rank else nullcontext():
+            with gives_up_in_time(0.0), pytest.raises(tunedcomm.AgreementError, match="force is None on rank 0"):
+                one()
         assert not get_communicator().fast_calls, "a call that asks nothing could not be compared"
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.communicator import Communicator, PlanKey, current, on_drop, on_forget
-from tunedcomm.dispatch.decide import check_library, check_limit, check_policy
+from tunedcomm.dispatch.decide import check_library, check_limit, check_policy, forced_here
 from tunedcomm.dispatch.group_settings import policies
 from tunedcomm.dispatch.groups import end_group, get_communicator
 from tunedcomm.dispatch.plans import Plan, library_plan, plan_for
@@ -485,6 +485,7 @@ class CallPath(Generic[Result]):
             "options": adapter.common_options(signature.options),
             "numerics": signature.policy,
             "max_sms": signature.max_sms,
+            "tunedcomm.force": forced_here().get(adapter.op),
         }
 
     def _problem(

@@ -265,8 +265,8 @@ class Overflow:
             raise refusal
         raise CapacityError(
             f"ep_dispatch: expert {expert} was sent {count} tokens by all ranks, which do not fit into the capacity of "
-            f"{bound} rows; those beyond it were not written. Pass a larger capacity, or drop tokens in the router "
-            "(id −1)"
+            f"{bound} rows; those beyond it were not written. A token that names an "
+            "expert twice counts twice. Pass a larger capacity, or drop tokens in the router (id −1)"
         )
 
 
