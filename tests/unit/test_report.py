@@ -166,8 +166,9 @@ def test_a_page_of_nothing_or_of_other_tables_is_bad_usage(
 def test_a_file_without_rows_is_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty.csv"
     empty.write_text(ALL_REDUCE.read_text(encoding="utf-8").splitlines()[0] + "\n", encoding="utf-8")
-    code, output = invoke("report", "--no-db", "-o", tmp_path / "r.html", "--csv", empty)
+    code, output = invoke("report", "--no-db", "-o", tmp_path / "new" / "r.html", "--csv", empty)
     assert code == 0
+    assert (tmp_path / "new" / "r.html").exists()
     assert "empty.csv: has no rows" in output
 
 

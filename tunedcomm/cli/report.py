@@ -56,6 +56,7 @@ def report(
     if op is not None and not (material.bench or material.stored):
         raise bad_usage("--op", f"nothing of {op!r} is in the databases and files given")
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(render(material, title=title), encoding="utf-8")
     except OSError as error:
         raise bad_usage("--output", f"{output} cannot be written: {error.strerror}") from error
