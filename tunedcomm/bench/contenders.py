@@ -88,7 +88,7 @@ class Contender:
 
 @dataclass(slots=True, eq=False)
 class Contenders:
-    """The contenders of one problem, and (name, reason) of the peers that were left out."""
+    """The contenders of one problem, and (name, reason) of those that were left out."""
 
     present: list[Contender] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
@@ -111,7 +111,8 @@ def contenders_of(
     """All contenders that can run `problem`, the library first. Collective.
 
     A contender with several settings comes several times. `names` selects contenders besides the library, by default
-    all but interpreted kernels; `adapters` are added to PyTorch's operators.
+    all but interpreted kernels; one that is named and cannot run is left out with the reason. `adapters` are added to
+    PyTorch's operators.
     """
     spec = get_op(problem.op)
     turns = (inputs, *further_turns(inputs, cold=spec.time_cold and problem.input_kind == "plain"))
@@ -134,7 +135,19 @@ def contenders_of(
     for adapter in (*TORCH_PEERS, *adapters):
         if is_wanted(adapter.name):
             _add_peers(found, adapter, problem, communicator.device, count)
+    known = {contender.name for contender in found.present} | {name for name, _ in found.left_out}
+    found.left_out += [(name, _why_not(communicator, problem, name)) for name in names or () if name not in known]
     return found
+
+
+def _why_not(communicator: Communicator, problem: Problem, name: str) -> str:
+    """The reason why a contender that was named has nothing to run."""
+    if name == CUBLAS:
+        return f"{problem.op} has no GEMM"
+    if (variant := variants(problem.op).get(name)) is None:
+        return f"it does not serve {problem} on {communicator.device.type}"
+    candidate = Candidate.of(problem.op, name, variant.default_config(problem, communicator.limits))
+    return check_candidate(problem, candidate, communicator.limits) or "its kernel takes more of an SM than there is"
 
 
 def _ours(
