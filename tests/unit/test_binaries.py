@@ -35,10 +35,14 @@ def test_a_later_start_finds_the_binaries_of_both_modes(tmp_path: Path, monkeypa
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     winner = real_trial("two_shot", 4.0, problem=PROBLEM, config=CONFIG)
     path = record(tmp_path / "cluster.db", real_trial("library", 14.0, problem=PROBLEM), winner)
-    assert run("db", "compile", "--cluster", path, "--target", "sm_80").code == 1, "no winners of such a GPU"
+    none = run("db", "compile", "--cluster", path, "--target", "sm_80")
+    assert none.code == 1, "no winners of such a GPU"
+    assert "sm_90" in none.out
+    assert "TRITON_CACHE_DIR" not in none.out
     assert binaries.targets() == []
     made = run("db", "compile", "--cluster", path, "--target", "sm_90", "--json")
     assert made.code == 0, made
+    assert "compiling for sm_90" in made.err
     assert [(one["num_winners"], one["errors"]) for one in made.json["targets"]] == [(2, [])]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", LATER], env=environment, capture_output=True, text=True, check=True)

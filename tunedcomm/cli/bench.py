@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import secrets
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from csv import Error as CsvError
@@ -39,7 +38,7 @@ from tunedcomm.cli.options import (
     takes,
 )
 from tunedcomm.cli.output import Table, emit, format_ratio, note, show
-from tunedcomm.errors import printable
+from tunedcomm.cli.progress import Now
 from tunedcomm.metrics import format_us, plural
 from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, ops, variants
 
@@ -135,7 +134,7 @@ def bench(
     note(f"comparing {plural(len(shapes), 'shape')} of {spec.name} on {ranks} ranks")
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
-    now = _Now()
+    now = Now()
 
     def take(line: dict[str, Any]) -> None:
         """Show what rank 0 of the benchmark reports: a problem's rows as soon as it ends."""
@@ -155,25 +154,6 @@ def bench(
         show(rows, [], as_json=as_json)
     if not rows and not as_json:
         emit("nothing ran")
-
-
-class _Now:
-    """The current measurement on stderr: one line that is rewritten on a terminal, else a line for each problem."""
-
-    def __init__(self) -> None:
-        self._problem = self._text = ""
-
-    def show(self, text: str) -> None:
-        """Replace the line; with "" it is gone."""
-        problem = text.partition(": ")[0]
-        if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            if text != self._text:
-                sys.stderr.write(f"\r\x1b[K{printable(text)[:width]}")
-                sys.stderr.flush()
-        elif problem not in ("", self._problem):
-            note(problem)
-        self._problem, self._text = problem or self._problem, text
 
 
 def _adapter_files(targets: Sequence[str]) -> list[Path]:
@@ -267,11 +247,11 @@ def _print_best_other(rows: Sequence[Mapping[str, Any]]) -> None:
     others = [row for row in rows if row["contender"] not in ours]
     if tuned_us and others:
         best = min(others, key=itemgetter("latency_p50_us"))
-        emit(f"best other: {_name(best)}, {format_ratio(best['latency_p50_us'], tuned_us[0])}")
+        emit(f"best other: {_name(best)}, {format_ratio(best['latency_p50_us'], tuned_us[0])} the time of tuned")
 
 
 def _print_left_out(left_out: Sequence[Mapping[str, str]]) -> None:
-    """Note the peers that were left out, where, and why; a line for each reason."""
+    """Note the contenders that were left out, where, and why; a line for each reason."""
     where: dict[tuple[str, str], dict[str, None]] = {}
     for one in left_out:
         where.setdefault((one["peer"], one["why"]), {})[f"{one['shape']} {one['dtype']} {one['mode']}"] = None

@@ -45,6 +45,7 @@ from tunedcomm.cli.output import (
     show,
     title_of,
 )
+from tunedcomm.cli.progress import Now
 from tunedcomm.cli.stored import (
     Contest,
     environment_for,
@@ -56,6 +57,7 @@ from tunedcomm.cli.stored import (
     read_contests,
     read_each,
     read_layers,
+    stored_environments,
     wanted_hardware,
     with_every_layer,
 )
@@ -666,14 +668,13 @@ def db_compile(
     if target is not None and capability is None:
         raise bad_usage("--target", f"{target!r} is not a GPU generation such as sm_90")
 
-    def show_progress(done: int, wanted: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done} of {wanted} binaries compiled", end="", file=sys.stderr, flush=True)
-
+    layers, now = read_layers(cluster), Now()
     try:
-        done = compile_winners(read_layers(cluster), int(capability[1]) if capability else None, show_progress)
+        done = compile_winners(layers, int(capability[1]) if capability else None, now.show)
     except OSError as error:
         raise bad_usage("TRITON_CACHE_DIR", f"{error}; name a directory that can be written") from None
+    finally:
+        now.show("")
     folder = str(binaries.folder())
     text = [
         f"sm_{one.compute_capability}: {one.num_binaries - len(one.errors)} of {one.num_binaries} binaries "
@@ -682,8 +683,12 @@ def db_compile(
     ]
     for said in [said for one in done for said in one.errors]:
         note(said)
-    none = "no winners for GPUs are stored" + (f" for {target}" if target else "")
-    text = [*(text or [none]), f"export TRITON_CACHE_DIR={folder}"]
+    if done:
+        text.append(f"export TRITON_CACHE_DIR={folder}")
+    else:
+        stored = {there.compute_capability for there in stored_environments(layers, is_quiet=True) if not there.is_host}
+        known = ", ".join(f"sm_{one}" for one in sorted(stored)) or "none"
+        text = [f"no winners for {target or 'GPUs'} are stored; GPUs in the databases: {known}"]
     show({"folder": folder, "targets": done}, text, as_json=as_json)
     if not done or any(one.errors for one in done):
         raise typer.Exit(1)

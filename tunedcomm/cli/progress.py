@@ -1,9 +1,11 @@
-"""Progress of a sweep on stderr while it runs: one live view on a terminal, lines or JSON otherwise."""
+"""Progress on stderr while a command runs: of a sweep a live view on a terminal, lines or JSON otherwise."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -74,6 +76,30 @@ def describe(progress: Progress, gang: GangProgress | None) -> str:
     failed = f" ({_failures(progress.failures)})" if progress.failures else ""
     waiting = _waiting(gang) if gang is not None else ""
     return f"[{progress.problems_done}/{progress.problems}] {what}{trials}{failed}{waiting and '; '}{waiting}"
+
+
+class Now:
+    """What a command is at, as `part: step`: on a terminal a line that is rewritten, else a line for each part.
+
+    Long parts get another line in every `QUIET_S` seconds, with the step.
+    """
+
+    def __init__(self) -> None:
+        self._part = self._text = ""
+        self._written_s = 0.0
+
+    def show(self, text: str) -> None:
+        """Replace the line; with "" it is gone."""
+        part, now_s = text.partition(": ")[0], time.monotonic()
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            if text != self._text:
+                sys.stderr.write(f"\r\x1b[K{printable(text)[:width]}")
+                sys.stderr.flush()
+        elif part and (part != self._part or now_s - self._written_s > QUIET_S):
+            note(part if part != self._part else text)
+            self._written_s = now_s
+        self._part, self._text = part or self._part, text
 
 
 class PlainLines:

@@ -40,9 +40,11 @@ class Compiled:
 def compile_winners(
     layers: Sequence[Layer],
     compute_capability: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, wanted: None,
+    on_progress: Callable[[str], None] = lambda now: None,
 ) -> list[Compiled]:
     """Compile for every GPU in the layers' rows, or for one compute capability alone; leaves a manifest in the cache.
+
+    `on_progress` is called with what happens now, as `part: step`.
 
     Raises:
         OSError: Triton's cache directory cannot be written.
@@ -50,7 +52,7 @@ def compile_winners(
     kernels.discover()
     binaries.folder().mkdir(parents=True, exist_ok=True)
     chosen: dict[int, dict[Environment, set[tuple[Problem, Candidate]]]] = {}
-    for environment, found in _winners(layers, compute_capability):
+    for environment, found in _winners(layers, compute_capability, on_progress):
         chosen.setdefault(environment.compute_capability, {}).setdefault(environment, set()).update(found)
     made = []
     for target, by_environment in chosen.items():
@@ -63,7 +65,7 @@ def compile_winners(
         with closing(CompilePool(num_workers())) as pool:
             pool.submit(requests, target)
             while not pool.drain(_REPORT_S):
-                on_progress(len(pool.outcomes()), len(requests))
+                on_progress(f"compiling for sm_{target}: {len(pool.outcomes())} of {len(requests)} binaries")
             said = pool.outcomes()
         errors = [error for error in said if error] + ["a compiling process has died"] * (len(requests) - len(said))
         binaries.write_manifest(target, kernels.source_hashes())
@@ -85,7 +87,7 @@ def requests_of(problem: Problem, candidate: Candidate, num_sms: int) -> Iterato
 
 
 def _winners(
-    layers: Sequence[Layer], compute_capability: int | None
+    layers: Sequence[Layer], compute_capability: int | None, on_progress: Callable[[str], None]
 ) -> Iterator[tuple[Environment, set[tuple[Problem, Candidate]]]]:
     """The kernels that dispatch chooses at stored problems, in both modes and under every numerics policy."""
     environments: dict[object, Environment] = {}
@@ -98,6 +100,7 @@ def _winners(
         if compute_capability not in (None, environment.compute_capability):
             continue
         for world_size in sorted(world_sizes):
+            on_progress(f"looking for winners on {environment}: {world_size} ranks")
             snapshot = load_snapshot(environment, world_size, layers=layers)
             stored = {row.problem for row in snapshot.rows}
             both = {replace(problem, mode=mode) for problem in stored for mode in get_args(Mode)}
