@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,7 +82,8 @@ def demo(
     if not as_json:
         emit(f"checked: every sum is right on all {ranks} ranks, dispatched from {url}")
         _show_shipped()
-        emit(f"next, with these choices:  TUNEDCOMM_DB={url} python YOUR_PROGRAM.py")
+        place = quote(url if "://" in url else str(Path(url).absolute()))  # the program may run in another folder
+        emit(f"next, with these choices:  TUNEDCOMM_DB={place} torchrun --nproc-per-node {ranks} YOUR_PROGRAM.py")
         emit(f"next, for every program:   tunedcomm tune --op {op.name} --budget 5m")
 
 
