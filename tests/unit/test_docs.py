@@ -310,7 +310,8 @@ def read_torchrun(command: Command, folder: Path | None) -> None:
 
 
 def read_pip(command: Command, folder: Path | None) -> None:
-    target = re.fullmatch(r"pip install (?:-e )?(?:\.|tunedcomm)(?:\[(.+)\])?", " ".join(command.words))
+    shown = r"pip install (?:torch --index-url \S+|(?:-e )?(?:\.|tunedcomm)(?:\[(.+)\])?)"
+    target = re.fullmatch(shown, " ".join(command.words))
     assert target, command
     for extra in (target[1] or "test").split(","):
         assert re.search(rf"^{extra} = \[", PYPROJECT, re.MULTILINE), extra
@@ -337,6 +338,7 @@ READERS: dict[str, Callable[[Command, Path | None], None]] = {
     "pip": read_pip,
     "make": read_make,
     "git": read_nothing,
+    "cd": read_nothing,
     "cp": read_nothing,
     "bench/campaign.sh": read_script,
 }
