@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import sqlalchemy as sa
 
 from tunedcomm.db import engine, query
-from tunedcomm.db.layers import Layer
+from tunedcomm.db.layers import Layer, packaged_databases
 from tunedcomm.db.records import Reader, Skipped, StoredVariant, Trial
 from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.snapshot import needed_trials, winners_of
@@ -213,7 +213,7 @@ def check_rows(database: Database, source_hash: SourceHash) -> tuple[list[Findin
             text = _told(unknown, "name variants that this tunedcomm does not have")
             wrong.append(Finding("pins", "warn", text, _MEND_PIN))
         found += _or_ok(f"{name}s", wrong, f"{size}, all sound")
-    return [*found, *_sources(by_variant, source_hash)], invalid
+    return [*found, *_sources(by_variant, source_hash, is_packaged=database.path in packaged_databases())], invalid
 
 
 def _told(rows: Sequence[str], what: str) -> str:
@@ -231,7 +231,8 @@ def _objection(op: str, name: str, config: str) -> str | None:
     return None
 
 
-def _sources(by_variant: Mapping[StoredVariant, int], source_hash: SourceHash) -> list[Finding]:
+def _sources(by_variant: Mapping[StoredVariant, int], source_hash: SourceHash, *, is_packaged: bool) -> list[Finding]:
+    """Findings about kernels that changed or are gone; packaged databases keep the rows of removed variants."""
     counts: dict[bool | None, list[str]] = {True: [], False: [], None: []}
     for variant, count in sorted(by_variant.items(), key=str):
         counts[is_current(variant, source_hash)].append(f"{count} of {variant.op} {variant.name}")
@@ -241,8 +242,9 @@ def _sources(by_variant: Mapping[StoredVariant, int], source_hash: SourceHash) -
         mend = "`tunedcomm tune` measures them again; `tunedcomm db prune --stale` removes the old trials"
         found.append(Finding("sources", "warn", text, mend))
     if unknown := counts[None]:
-        text = f"variants that this tunedcomm does not have: {', '.join(unknown)}"
-        found.append(Finding("sources", "warn", text, "nothing, where another tunedcomm reads the database too"))
+        text = f"skipped are trials of variants that this tunedcomm does not have: {', '.join(unknown)}"
+        mend = "nothing to do if another version of tunedcomm reads this database"
+        found.append(Finding("sources", "ok", text) if is_packaged else Finding("sources", "warn", text, mend))
     return _or_ok("sources", found, "all trials are of kernels as they are now")
 
 
