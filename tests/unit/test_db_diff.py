@@ -74,6 +74,15 @@ def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
     assert "one_shot(num_blocks=4) 5.00 one_shot(num_blocks=4) 7.50" in shown.line("1.50x slower")
 
 
+def test_rows_that_change_no_answer_end_with_0(tmp_path: Path) -> None:
+    found = differ(tmp_path, [final("one_shot", 5.0)], [final("one_shot", 5.0), final("lamport", 9.0, after=9)])
+    assert not found.is_empty
+    shown = run("db", "diff", tmp_path / "before.db", tmp_path / "after.db")
+    assert shown.code == 0
+    assert "0 of 1 problem differ" in shown.out
+    assert run("db", "diff", tmp_path / "before.db", tmp_path / "after.db", "--json").json["differ"] is False
+
+
 def test_new_software_on_the_same_hardware_is_compared(tmp_path: Path) -> None:
     found = differ(tmp_path, [final("one_shot", 5.0, environment=OLDER)], [final("lamport", 4.0)])
     (comparison,) = found.comparisons

@@ -216,7 +216,12 @@ class Difference:
     def is_empty(self) -> bool:
         """True if both hold the same trials and pins, under the same schema, and so answer the same."""
         same = self.schemas[0] == self.schemas[1] and not any(self.trials_only) and not any(self.environments_only)
-        return same and not self.pins and not self.retired and not any(c.changes for c in self.comparisons)
+        return same and not self.retired and self.answers_alike
+
+    @property
+    def answers_alike(self) -> bool:
+        """True if both answer every problem alike and hold the same pins, whatever else their rows are."""
+        return not self.pins and not any(c.changes for c in self.comparisons)
 
 
 def diff_databases(before: str | Path, after: str | Path) -> Difference:
