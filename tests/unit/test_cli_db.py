@@ -223,6 +223,13 @@ def test_an_empty_database_is_told_how_to_be_filled(tmp_path: Path) -> None:
     assert (shown.code, "tunedcomm tune" in shown.out) == (0, True)
 
 
+@pytest.mark.parametrize("verb", ["list", "stats"])
+def test_unknown_names_are_refused_and_known_ones_without_rows_are_not(stored: str, verb: str) -> None:
+    assert "unknown op 'nope'" in refused("db", verb, "--op", "nope")
+    assert "--hardware 'B200'" in refused("db", verb, "--hardware", "B200", "--db", stored)
+    assert run("db", verb, "--op", "all_gather", "--hardware", "H200", "--db", stored).code == 0
+
+
 def test_unordered_variant_is_said_to_serve_few(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     known = get_variant("all_reduce", "lamport")
     monkeypatch.setitem(spec._variants, ("all_reduce", "loose"), replace(known, name="loose", numerics="unordered"))

@@ -48,6 +48,8 @@ from tunedcomm.cli.output import (
 from tunedcomm.cli.progress import Now
 from tunedcomm.cli.stored import (
     Contest,
+    check_named,
+    database_name,
     environment_for,
     named_environments,
     on_hardware,
@@ -103,8 +105,11 @@ def db_list(options: StoredOptions) -> None:
     headings: dict[str, list[Contest]] = {}
     for contest in found:
         if contest.trials:
-            heading = f"{contest.problem.op} on {named(contest.environment)} in the {contest.layer} database"
+            where = database_name(contest.layer, options.db)
+            heading = f"{contest.problem.op} on {named(contest.environment)} in the {where}"
             headings.setdefault(heading, []).append(contest)
+    if not found:
+        check_named(options.op, options.hardware, options.db)
     text: list[str | Table] = [] if found else [_NOTHING]
     for heading, members in headings.items():
         by: dict[str, Callable[[Contest], object]] = {"by": _made_by} if any(map(_made_by, members)) else {}
@@ -370,7 +375,9 @@ def db_stats(options: StoredOptions) -> None:
         plain = [{**jsonable(group), "library_share": group.library_share} for group in groups]
         head = {"layer": layer.name, "database": stats.target, **attributes(stats, "num_bytes schema rows")}
         value.append({**head, "groups": plain})
-        text += _stats_text(layer.name, replace(stats, groups=tuple(groups)))
+        text += _stats_text(database_name(layer.name, options.db), replace(stats, groups=tuple(groups)))
+    if not any(one["groups"] for one in value):
+        check_named(options.op, options.hardware, options.db)
     show(value, text or ["no database is there; `tunedcomm tune --op all_reduce` makes one"], as_json=options.as_json)
 
 
@@ -378,7 +385,7 @@ def _stats_text(name: str, stats: DatabaseStats) -> Iterator[str | Table]:
     size = "" if stats.num_bytes is None else f"{format_bytes(stats.num_bytes)}, "
     held = ", ".join(plural(stats.rows[f"{noun}s"], noun) for noun in ("problem", "environment", "run", "pin"))
     trials = plural(stats.num_tried, "trial")
-    yield f"{name} database {stats.target}: {size}schema {stats.schema}, {trials}, {held}"
+    yield f"{name} {stats.target}: {size}schema {stats.schema}, {trials}, {held}"
     titles: dict[str, list[GroupStats]] = {}
     for group in stats.groups:
         there = group.environment
@@ -418,7 +425,10 @@ def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     for layer in read_layers(db):
         database, findings = str(parse_target(layer.target)), check_database(layer.target, kernels.source_hash_of)
         found.append({"layer": layer.name, "database": database, "findings": findings})
-        text += [f"{layer.name} database {database}", checkup(Line(*astuple(finding)) for finding in findings)]
+        text += [
+            f"{database_name(layer.name, db)} {database}",
+            checkup(Line(*astuple(finding)) for finding in findings),
+        ]
         is_sound = is_sound and all(finding.level != "fail" for finding in findings)
     show(found, text, as_json=as_json)
     if not is_sound:
@@ -765,10 +775,10 @@ def db_diff(
     limit: Annotated[int, typer.Option(min=1, help="Most problems to print of each kind.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
-    """Print where the answers of two databases differ. Like diff, exit code 1 if they differ and 0 if not.
+    """Print where two databases differ. Exit code 1 if answers or pins differ, 0 if at most other rows do.
 
-    They are compared as dispatch would choose if all of their kernels could run and were current. Latencies differ if
-    they are further apart than the noise of both measurements.
+    Answers are compared as dispatch would choose if all kernels could run and were current. Latencies differ if they
+    are further apart than the noise of both measurements.
 
     Example: tunedcomm db diff before.db after.db
     """
@@ -776,7 +786,7 @@ def db_diff(
 
     found = diff_databases(before, after)
     show(_difference_to_dict(found), _difference_text(found, limit), as_json=as_json)
-    raise typer.Exit(0 if found.is_empty else 1)
+    raise typer.Exit(0 if found.answers_alike else 1)
 
 
 def _difference_text(found: Difference, limit: int) -> Iterator[str | Table]:
@@ -850,7 +860,7 @@ def _difference_to_dict(found: Difference) -> dict[str, Any]:
         {"op": op, "variant": variant, **attributes(one, "before after"), "retired_finals": one.finals}
         for (op, variant), one in found.retired.items()
     ]
-    return {"differ": not found.is_empty, **sides, "sources": sources, "pins": pins, "comparisons": comparisons}
+    return {"differ": not found.answers_alike, **sides, "sources": sources, "pins": pins, "comparisons": comparisons}
 
 
 def _pinned_in(pin: tuple[Candidate, str] | None) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tunedcomm.cli.options import known_op
 from tunedcomm.cli.output import Table, attributes, named_candidate, note, problem_columns
 from tunedcomm.errors import DatabaseError, UnknownNameError
 from tunedcomm.selection.snapshot import matches
@@ -46,6 +47,11 @@ def read_layers(database: str | None) -> Sequence[Layer]:
 def with_every_layer(database: str | None) -> list[Layer]:
     """Every layer that exists, after the named database."""
     return [*([] if database is None else read_layers(database)), *read_layers(None)]
+
+
+def database_name(layer: str, database: str | None) -> str:
+    """`user database`, or `database` where `--db` names it."""
+    return f"{layer} database" if database is None else "database"
 
 
 @contextmanager
@@ -115,6 +121,18 @@ def named_environments(option: str, name: str, stored: Collection[Environment]) 
         return matching
     known = ", ".join(sorted({f"{there.gpu} ({there.digest[:8]})" for there in stored})) or "none"
     raise UnknownNameError(f"no stored environment matches --{option} {name!r}; stored are: {known}")
+
+
+def check_named(op: str | None, hardware: str | None, database: str | None) -> None:
+    """Refuse an op that does not exist, and hardware that no database holds, where nothing was found of them.
+
+    Raises:
+        UnknownNameError: the op or the hardware is unknown.
+    """
+    if op is not None:
+        known_op(op)
+    if hardware is not None:
+        named_environments("hardware", hardware, stored_environments(read_layers(database), is_quiet=True))
 
 
 def environment_for(hardware: str | None, layers: Sequence[Layer], serving: Problem | None = None) -> Environment:
