@@ -1,10 +1,10 @@
-"""A mixture of experts whose experts are dealt out to the ranks: router, dispatch, experts, combine.
+"""A mixture-of-experts layer with its experts split over the ranks: router, dispatch, experts, combine.
 
     torchrun --nproc-per-node 2 examples/moe.py
 
-On CPUs it takes the default group of gloo, on GPUs that of NCCL. Every rank has its own tokens, all ranks the same
-router, and each rank its share of the experts. The router's gradients are summed over the ranks; those of experts are
-sums already, for the tokens of all ranks went through them.
+It runs over gloo on CPUs and over NCCL on GPUs. Every rank has its own tokens, a copy of the router, and a part of the
+experts. The router's gradients must be summed over the ranks. The experts' gradients are sums already, because tokens
+of all ranks went through the experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tunedcomm
 
 
 class MoE(torch.nn.Module):
-    """Experts of two matrices with SiLU between; a token's result is the weighted sum of its `topk` experts'.
+    """Experts of two matrices with SiLU in between; a token's result is the weighted sum over its `topk` experts.
 
     Args:
         hidden, intermediate: sizes of a token and within an expert.
@@ -44,8 +44,8 @@ class MoE(torch.nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         sent = tunedcomm.ep_dispatch(x, ids, num_experts=self.num_experts, layout="tokens", topk_weights=weights)
         assert sent.weights is not None
-        # Every token is here once, with the ids of its local experts. Engines pass both to a grouped GEMM; this loop
-        # waits for the number of each expert's tokens instead.
+        # Every token is here once, with the ids of its local experts. Engines pass both to a grouped GEMM; this loop is
+        # slower, because it waits for the number of each expert's tokens.
         sums = torch.zeros_like(sent.tokens)
         for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             rows, k = (sent.expert_ids == expert).nonzero(as_tuple=True)

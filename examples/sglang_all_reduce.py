@@ -1,7 +1,7 @@
 """tunedcomm in SGLang's group coordinator: `torchrun --nproc-per-node 2 examples/sglang_all_reduce.py`.
 
-The class here is a few lines that do what SGLang's `GroupCoordinator` does for an all-reduce: it asks several objects
-in turn, which go by different method names. Runs on CPUs, too.
+The class here does in a few lines what SGLang's `GroupCoordinator` does for an all-reduce: it asks several objects in
+turn, which have different method names. Runs on CPUs, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tunedcomm
 
 
 class Coordinator:
-    """Holds an object for its symmetric memory slot, and takes the library where that does not want a tensor."""
+    """Holds an object in its symmetric memory slot, and calls the library if that object refuses a tensor."""
 
     def __init__(self, device_group: dist.ProcessGroup) -> None:
         self.device_group = device_group

@@ -1,4 +1,4 @@
-"""tunedcomm in the place of vLLM's own all-reduce: `torchrun --nproc-per-node 2 examples/vllm_all_reduce.py`.
+"""tunedcomm instead of vLLM's own all-reduce: `torchrun --nproc-per-node 2 examples/vllm_all_reduce.py`.
 
 The classes here are a few lines that do what vLLM's `CudaCommunicator` does for an all-reduce; in vLLM itself, only the
 line in `main` that fills `ca_comm` is needed, in a plug-in or a worker's start-up. Runs on CPUs, too.
@@ -15,7 +15,7 @@ import tunedcomm
 
 
 class EngineCommunicator:
-    """Asks its custom all-reduce first and takes the library otherwise."""
+    """Asks its custom all-reduce first and calls the library otherwise."""
 
     def __init__(self, device_group: dist.ProcessGroup) -> None:
         self.device_group = device_group
@@ -47,7 +47,7 @@ def main() -> None:
     communicator = EngineCommunicator(dist.group.WORLD)
     communicator.ca_comm = tunedcomm.ServingAllReduce(communicator.device_group, device)
 
-    # Where nothing was tuned the library is what is chosen; a kernel is forced so that there is something to see.
+    # On CPUs a kernel is forced, so that the example runs one although nothing is tuned.
     forced = contextlib.nullcontext() if device.type == "cuda" else tunedcomm.force("all_reduce", "lamport")
     with forced, communicator.ca_comm.capture():
         for shape, dtype in (((4, 512), torch.bfloat16), ((4, 512), torch.bfloat16), ((64,), torch.int64)):
