@@ -189,6 +189,9 @@ def test_what_has_not_changed_holds_and_new_timings_are_stored_as_finals(
     assert all(t.final and t.status == "ok" and t.baseline_p50_us and t.samples for t in mine)
     assert made.command == "pytest"
     assert made.finished_at
+    left = [gang for progress in seen for gang in progress.left]
+    assert left, "gangs are reported as they leave a problem, with what they have measured there"
+    assert {(gang.problem, gang.best_us) for gang in left} <= {(t.problem, t.latency_p50_us) for t in mine}
     for size, candidate in winners.items():
         there = {t.candidate: t for t in mine if t.problem == problem_of(size)}
         assert "library" in {c.variant for c in there}

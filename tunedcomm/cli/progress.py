@@ -58,24 +58,24 @@ def _waiting(gang: GangProgress) -> str:
     return f"waiting for {what}, {gang.silent_s:.0f} of {gang.patience_s:.0f} s"
 
 
-def _standing(gang: GangProgress) -> str:
-    """A busy gang's problem, and its best time against the library's."""
-    best = "nothing is timed yet"
+def _standing(gang: GangProgress, *, is_over: bool = False) -> str:
+    """A gang's problem, and its best time against the library's."""
+    best = "nothing was timed" if is_over else "nothing is timed yet"
     if gang.best_us is not None:
         speed_up = format_ratio(gang.library_us, gang.best_us)
         best = f"best {format_us(gang.best_us)} µs, library {format_us(gang.library_us)} µs ({speed_up})"
     return f"{'finals, ' if gang.final else ''}{gang.problem}: {best}"
 
 
-def describe(progress: Progress, gang: GangProgress | None) -> str:
-    """Where the sweep stands and what one of its gangs is at, in one line."""
-    what = "waiting," if progress.problems_done else "starting"
+def describe(progress: Progress, gang: GangProgress | None, *, is_over: bool = False) -> str:
+    """Where the sweep stands and what one of its gangs is at, or at the end of a problem found there, in one line."""
+    what = "waiting" if progress.problems_done else "starting"
     if gang is not None and gang.problem is not None:
-        what = f"{_standing(gang)},"
-    trials = f" {plural(progress.trials, 'trial')}" if progress.trials or what.endswith(",") else ""
+        what = f"{_standing(gang, is_over=is_over)}, {plural(gang.num_trials, 'trial')}"
     failed = f" ({_failures(progress.failures)})" if progress.failures else ""
-    waiting = _waiting(gang) if gang is not None else ""
-    return f"[{progress.problems_done}/{progress.problems}] {what}{trials}{failed}{waiting and '; '}{waiting}"
+    trials = f"; {plural(progress.trials, 'trial')} in all{failed}" if progress.trials else ""
+    waiting = _waiting(gang) if gang is not None and not is_over else ""
+    return f"[{progress.problems_done}/{progress.problems}] {what}{trials}{waiting and '; '}{waiting}"
 
 
 class Now:
@@ -107,31 +107,16 @@ class PlainLines:
 
     def __init__(self, write: Callable[[str], None] = note) -> None:
         self._write = write
-        self._last: dict[int, GangProgress] = {}
-        self._progress: Progress | None = None
         self._written_s = 0.0
 
     def __call__(self, progress: Progress) -> None:
         """Write what has come to an end since the last call."""
-        self._progress = progress
-        busy = [gang for gang in progress.gangs if gang.problem is not None]
-        for gang in busy:
-            last = self._last.get(gang.slot)
-            if last is not None and (last.problem, last.final) != (gang.problem, gang.final):
-                self._line(progress, last)
-            self._last[gang.slot] = gang
-        if progress.elapsed_s - self._written_s > QUIET_S:
-            self._line(progress, busy[0] if busy else None)
-
-    def finish(self) -> None:
-        """Write where the sweep ended."""
-        if self._progress is not None:
-            for gang in self._last.values():
-                self._line(self._progress, gang)
-
-    def _line(self, progress: Progress, gang: GangProgress | None) -> None:
-        self._written_s = max(self._written_s, progress.elapsed_s)
-        self._write(describe(progress, gang))
+        lines = [describe(progress, gang, is_over=True) for gang in progress.left]
+        if not lines and progress.elapsed_s - self._written_s > QUIET_S:
+            lines = [describe(progress, next((gang for gang in progress.gangs if gang.problem is not None), None))]
+        for line in lines:
+            self._written_s = progress.elapsed_s
+            self._write(line)
 
 
 class JsonLines:
@@ -207,12 +192,13 @@ def live_view(progress: Progress) -> RenderableType:
 def shown(stopped: str, *, as_json: bool = False, is_quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
     """A progress callback for `sweep`, for as long as it runs; `is_quiet` leaves lines out, not the live view."""
     try:
-        if as_json or not sys.stderr.isatty():
-            lines: JsonLines | PlainLines = JsonLines() if as_json else PlainLines()
-            if is_quiet:
-                lines = PlainLines(lambda line: None)
+        if as_json:
+            lines = JsonLines()
             yield lines
             lines.finish()
+            return
+        if not sys.stderr.isatty():
+            yield PlainLines((lambda line: None) if is_quiet else note)
             return
         from rich.console import Console
         from rich.live import Live

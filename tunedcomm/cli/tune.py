@@ -80,9 +80,9 @@ _COLUMNS: dict[str, Callable[[ProblemResult], object]] = {
     "winner": lambda result: (
         result.best.candidate if result.best is not None else "(none runs)" if result.reached else "(not reached)"
     ),
-    "p50 µs": lambda result: format_us(_best_us(result)),
+    "p50 µs": lambda result: format_us(result.best_us),
     "library µs": lambda result: format_us(result.best_library_us) + (" in place" if _is_in_place(result) else ""),
-    "speed-up": lambda result: format_ratio(result.best_library_us, _best_us(result)),
+    "speed-up": lambda result: format_ratio(result.best_library_us, result.best_us),
     "trials": lambda result: result.num_trials,
     "failed": lambda result: counted(dict(sorted(result.failures.items()))) or "-",
 }
@@ -332,10 +332,6 @@ def report(outcome: SweepOutcome, url: str) -> Iterator[str | Table]:
 def _is_in_place(result: ProblemResult) -> bool:
     """True if the library's best form is in place, which the winner is not."""
     return result.best_library_us is not None and result.best_library_us != result.library_us
-
-
-def _best_us(result: ProblemResult) -> float | None:
-    return None if result.best is None else result.best.latency_p50_us
 
 
 def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:

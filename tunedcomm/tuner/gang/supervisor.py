@@ -42,6 +42,7 @@ class GangProgress:
         problem, candidate: the trial that the gang runs; None if there is none.
         final: the candidate is measured as in the finals.
         best_us, library_us: latencies of the problem; None where not yet known.
+        num_trials: candidates tried at the problem so far, in earlier sweeps too.
         silent_s: seconds since the gang's last message.
         patience_s: seconds of silence after which the gang is killed; None if nothing is expected of it.
     """
@@ -53,6 +54,7 @@ class GangProgress:
     final: bool = False
     best_us: float | None = None
     library_us: float | None = None
+    num_trials: int = 0
     silent_s: float = 0.0
     patience_s: float | None = None
 
@@ -118,7 +120,7 @@ class Supervisor:
         return self._reason or "budget"
 
     def states(self) -> list[GangProgress]:
-        """The phase, problem and candidate of every gang, by slot; the caller adds latencies."""
+        """The phase, problem and candidate of every gang, by slot; the caller adds latencies and trials."""
         found = []
         for slot, gang in sorted(self._gangs.items()):
             at = self._coordinator.activity(slot) or Command(kind="wait")

@@ -23,6 +23,7 @@ class Progress:
         trials, trials_planned: trials measured in this sweep, and the most that searches under way may still need.
         failures: failed trials of this sweep by status.
         gangs: the gangs that are up, by slot.
+        left: gangs that went on to another problem since the last report, or ended, as they left theirs.
         num_gangs: gangs started so far.
         elapsed_s: seconds since the sweep began.
         seconds_left: seconds left of the budget, or an estimate where that is less; None while neither is known.
@@ -42,6 +43,7 @@ class Progress:
     seconds_left: float | None = None
     num_compiled: int = 0
     bind_share: float | None = None
+    left: tuple[GangProgress, ...] = ()
 
     @property
     def trials_per_minute(self) -> float:

@@ -40,6 +40,11 @@ class ProblemResult:
     in_place_us: float | None = None
 
     @property
+    def best_us(self) -> float | None:
+        """The median of `best`."""
+        return None if self.best is None else self.best.latency_p50_us
+
+    @property
     def best_library_us(self) -> float | None:
         """The library's time in its best form."""
         return min((us for us in (self.library_us, self.in_place_us) if us is not None), default=None)
@@ -47,9 +52,9 @@ class ProblemResult:
     @property
     def speedup(self) -> float | None:
         """The library's time over the best one; None where either is missing."""
-        if self.best is None or self.best.latency_p50_us is None or self.library_us is None:
+        if self.best_us is None or self.library_us is None:
             return None
-        return self.library_us / self.best.latency_p50_us
+        return self.library_us / self.best_us
 
 
 def summarise_problem(

@@ -61,6 +61,7 @@ class SweepRun:
         self._report = progress
         self.counters = SweepCounters()
         self._begin_s, self._reported_s = time.monotonic(), -_PROGRESS_S
+        self._busy: dict[int, GangProgress] = {}  # by slot, what each gang was last seen to work on
         self._pool: CompilePool | None = None
         self._ahead: Iterator[int] = iter(())
         self.num_ahead = 0  # binaries handed to the pool
@@ -96,7 +97,7 @@ class SweepRun:
         """
         reason = self.supervisor.run(on_known)
         self._flush()
-        self._report_progress()
+        self._report_progress(is_over=True)
         return reason
 
     def compile_ahead(
@@ -137,10 +138,20 @@ class SweepRun:
         for trial in trials:
             self.counters.add_trial(trial, self._elapsed_s)
 
-    def _report_progress(self) -> None:
+    def _report_progress(self, *, is_over: bool = False) -> None:
         self._reported_s = self._elapsed_s
-        if self._report is not None:
-            self._report(self.progress())
+        if self._report is None:
+            return
+        busy = {gang.slot: gang for gang in self.supervisor.states() if gang.problem is not None}
+        before, self._busy = self._busy, self._busy | busy
+        left = [
+            gang
+            for slot, gang in before.items()
+            if (gang.problem, gang.final) != (self._busy[slot].problem, self._busy[slot].final)
+        ]
+        if is_over:
+            left += self._busy.values()
+        self._report(replace(self.progress(), left=tuple(self._with_latencies(gang) for gang in left)))
 
     def progress(self) -> Progress:
         """The progress at this moment."""
@@ -168,12 +179,10 @@ class SweepRun:
         known = self.coordinator.knowledge
         if gang.problem is None or known is None:
             return gang
-        answer = known.answer(gang.problem)
-        if answer.latency_us is None:  # dispatch goes by rule of thumb, beside a library that has been measured
-            library_us = known.settled(gang.problem).get(known.library(gang.problem))
-            return replace(gang, best_us=library_us, library_us=library_us)
-        library_us = answer.latency_us if answer.candidate.variant == "library" else answer.library_us
-        return replace(gang, best_us=answer.latency_us, library_us=library_us)
+        share = self.coordinator.in_place_shares.get(gang.problem)
+        chosen = known.answer(gang.problem).candidate
+        found = summarise_problem(gang.problem, known.trials(gang.problem), chosen, in_place_share=share)
+        return replace(gang, best_us=found.best_us, library_us=found.best_library_us, num_trials=found.num_trials)
 
 
 # Binaries of the first problems come first, and later problems share most of them.
