@@ -223,7 +223,9 @@ def _show_plan(spec: SweepSpec, problems: Sequence[Problem], database: str | Non
     title = f"{spec.settings.world_size} ranks on {environment}"
     end = f"at most {plural(trials, 'trial')} and the finals, {estimate}"
     plan = {"problems": rows, "trials": trials, "seconds": seconds}
-    show(plan, [Table.of(_PLAN_COLUMNS, rows, title), end], as_json=as_json)
+    shown = rows[:_PRINTED] if spec.problems else rows  # of misses there may be thousands
+    more = [f"… and {len(rows) - len(shown)} more"] if len(rows) > len(shown) else []
+    show(plan, [Table.of(_PLAN_COLUMNS, shown, title), *more, end], as_json=as_json)
 
 
 def _seconds_a_trial(database: str | None) -> float | None:
@@ -317,7 +319,10 @@ def report(outcome: SweepOutcome, url: str) -> Iterator[str | Table]:
     for op in outcome.ops:
         results = [result for result in outcome.problems if result.problem.op == op]
         what = f"{op}, " if len(outcome.ops) > 1 else ""
-        yield Table.of(_COLUMNS, results, f"{what}{results[0].problem.world_size} ranks{where}")
+        shown = [result for index, result in enumerate(results) if result.reached or index < _PRINTED]
+        yield Table.of(_COLUMNS, shown, f"{what}{results[0].problem.world_size} ranks{where}")
+        if more := len(results) - len(shown):
+            yield f"… and {more} more, not reached"
     done = outcome.progress
     end = "out of time" if outcome.reason == "budget" else "done" if done.trials else "nothing left to measure"
     yield f"{end}: {plural(done.trials, 'trial')} in {done.elapsed_s:.0f} s, stored in {url} (run {outcome.run_id})"
