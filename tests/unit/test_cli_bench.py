@@ -128,6 +128,7 @@ def test_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch, gpus: int,
     assert start(gang, monkeypatch, gpus=gpus).code == 0
     assert gang.world_size == ranks
     assert {problem.mode for problem in gang.problems} == {mode}
+    assert ("no CUDA graphs" in start(gang, monkeypatch, "--mode", "graph", gpus=gpus).err) == (mode == "eager")
     assert gang.job["contenders"] is None
     assert len(gang.problems) >= 3
 

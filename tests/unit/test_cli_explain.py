@@ -202,9 +202,10 @@ def test_without_graphs_it_is_calls_that_are_meant(tmp_path: Path) -> None:
     path = record(tmp_path / "both.db", eager, LIBRARY)
     for hardware, more, mode in (
         ("host", (), "eager"),
-        ("host", ("--mode", "graph"), "graph"),
+        ("host", ("--mode", "graph"), "eager"),
         ("H200", (), "graph"),
         ("H200", ("--mode", "eager"), "eager"),
     ):
-        head = run("explain", *ASK, "--hardware", hardware, "--db", path, *more).out.splitlines()[0]
-        assert f" {mode} " in head, (hardware, more)
+        shown = run("explain", *ASK, "--hardware", hardware, "--db", path, *more)
+        assert f" {mode} " in shown.out.splitlines()[0], (hardware, more)
+        assert ("no CUDA graphs" in shown.err) == ("graph" in more)

@@ -88,6 +88,13 @@ def test_without_gpus_the_host_is_tuned_with_a_note(sweep: Sweep) -> None:
     assert (sweep.specs[0].settings.backend, sweep.specs[0].settings.world_size) == ("host", 2)
 
 
+@pytest.mark.parametrize("mode", ["graph", "both"])
+def test_without_gpus_graphs_are_said_to_be_left_out(sweep: Sweep, mode: str) -> None:
+    assert tune(f"--mode {mode}").err.count("no CUDA graphs") == 1
+    assert sweep.specs[0].modes == ()
+    assert "no CUDA graphs" not in tune("--mode eager").err
+
+
 def test_options_reach_the_sweep(sweep: Sweep, gpus: list[int], tmp_path: Path) -> None:
     gpus[0] = 4
     path = tmp_path / "cluster.db"
@@ -384,19 +391,18 @@ def test_progress_says_what_is_waited_for_and_for_how_long() -> None:
 
 
 def test_plain_lines_one_a_problem_of_each_gang_and_life_in_a_long_search() -> None:
-    for steps, number in (
-        ([progress(None), progress(OTHER), progress(OTHER), progress(PROBLEM)], 1),
-        ([progress(OTHER, PROBLEM), progress(OTHER, PROBLEM), progress(OTHER, OTHER)], 1),
-        ([progress(PROBLEM, elapsed_s=elapsed_s) for elapsed_s in (1.0, 29.0, 31.0, 40.0, 62.0)], 2),
+    left, other = replace(gang(OTHER), best_us=None, num_trials=8), replace(gang(PROBLEM, 1), best_us=3.0, num_trials=2)
+    for steps, parts in (
+        ([progress(OTHER), progress(PROBLEM, left=(left,))], ["nothing was timed, 8 trials; 5 trials in all"]),
+        ([progress(OTHER, OTHER, left=(left, other))], ["512", "best 3.00 µs"]),
+        ([progress(PROBLEM, elapsed_s=elapsed_s) for elapsed_s in (1.0, 29.0, 31.0, 40.0, 62.0)], ["98304"] * 2),
     ):
         written: list[str] = []
         lines = PlainLines(written.append)
         for step in steps:
             lines(step)
-        assert len(written) == number
-        lines.finish()
-        assert len(written) == number + len(steps[-1].gangs)
-    assert "98304" in written[-1]
+        assert len(written) == len(parts)
+        assert all(part in line for part, line in zip(parts, written, strict=True))
 
 
 def test_json_lines_once_a_second_and_at_the_end() -> None:
@@ -456,6 +462,17 @@ def test_what_was_missed_is_tuned_most_called_first(sweep: Sweep, log: Path, tmp
     assert (spec.settings.trials, spec.settings.seed, spec.settings.retry) == (5, 3, True)
     assert (spec.settings.variants, sweep.path) == (("lamport",), tmp_path / "user.db")
     assert f"900 calls  {PROBLEM}" in ended.err
+
+
+def test_thousands_of_misses_are_not_all_printed(sweep: Sweep, log: Path) -> None:
+    append(log, [miss(replace(PROBLEM, shape=(1024 + number,))) for number in range(50)])
+    problems = [replace(PROBLEM, shape=(number,)) for number in range(1, 53)]
+    sweep.result = outcome(result(), *(result(problem=one, best=None, reached=False) for one in problems))
+    for ended in (from_misses(), from_misses("--dry-run")):
+        assert ended.code == 0
+        assert len(ended.out.splitlines()) < 30
+        assert "more" in ended.line("… and 3")
+    assert len(json.loads(from_misses("--dry-run --json").out)["problems"]) == 52
 
 
 def test_misses_of_several_ops_are_one_sweep_within_one_budget(sweep: Sweep, log: Path) -> None:

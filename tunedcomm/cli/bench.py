@@ -17,6 +17,7 @@ import typer
 
 from tunedcomm.bench.csv import CUBLAS
 from tunedcomm.cli.options import (
+    NO_GRAPHS,
     BorrowOption,
     JsonOption,
     LayoutOption,
@@ -87,6 +88,8 @@ def bench(
     ranks = options.ranks()
     backend = backend_or_default()
     modes = modes_of(options.mode or "graph") if backend == "cuda" else ("eager",)
+    if backend == "host" and options.mode in ("graph", "both"):
+        note(f"{NO_GRAPHS}: eager calls are measured")
     dtypes = options.dtypes(spec)
     shapes = options.shapes(spec, ranks) or spec.default_shapes(backend, ITEMSIZE[dtypes[0]])
     layout = check_option("layout", layout, spec)

@@ -18,6 +18,7 @@ import typer
 
 from tunedcomm import hardware, settings
 from tunedcomm.cli.models import DEFAULT_TOKENS, Model, catalog, find_model, shapes_for
+from tunedcomm.cli.output import note
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import ranks_share_a_gpu
 from tunedcomm.metrics import plural
@@ -43,6 +44,7 @@ Backend: TypeAlias = Literal["cuda", "host"]
 SweptMode: TypeAlias = Literal["graph", "eager", "both"]
 SweptKind: TypeAlias = Literal["plain", "symmetric", "both"]
 SweptPlace: TypeAlias = Literal["no", "yes", "both"]
+NO_GRAPHS = "CPUs have no CUDA graphs"
 
 
 def _continuations(incomplete: str, names: Iterable[str]) -> list[str]:
@@ -142,11 +144,13 @@ class ProblemOptions:
         return check_problem(problem)
 
     def problem_in(self, environment: Environment) -> Problem:
-        """The problem, by default in eager mode on the host backend, which has no graphs."""
+        """The problem, in eager mode on the host backend, which has no graphs."""
         problem = self.problem()
         if problem.in_place and not get_op(problem.op).in_place:
             raise bad_usage("--in-place", f"{problem.op} cannot overwrite its input; leave it out")
-        return replace(problem, mode="eager") if self.mode is None and environment.is_host else problem
+        if environment.is_host and self.mode == "graph":
+            note(f"{NO_GRAPHS}: --mode graph is taken as eager")
+        return replace(problem, mode="eager") if environment.is_host else problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ import typer
 from tunedcomm import settings
 from tunedcomm.cli.models import Model, catalog
 from tunedcomm.cli.options import (
+    NO_GRAPHS,
     Backend,
     BackendOption,
     GangsOption,
@@ -158,6 +159,8 @@ def tune(
     usual = machine_settings(backend_or_default(backend), ranks, parse_gangs(gangs))
     if backend is None and usual.backend == "host":
         say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs", as_json=as_json)
+    if usual.backend == "host" and options.mode in ("graph", "both"):
+        say(f"{NO_GRAPHS}: eager calls are tuned", as_json=as_json)
     dtypes = options.dtypes(spec)
     wanted = SweepSpec(
         op=spec.name,
@@ -170,7 +173,7 @@ def tune(
         ),
         shapes=options.shapes(spec, ranks),
         dtypes=dtypes,
-        modes=() if options.mode is None or usual.backend == "host" else modes_of(options.mode),  # CPU calls are eager
+        modes=() if options.mode is None or usual.backend == "host" else modes_of(options.mode),
         reductions=tuple(check_option("reduction", name, spec) for name in split(reduction) or (None,)),
         layouts=tuple(check_option("layout", name, spec) for name in split(layout)),
         scalings=tuple(check_option("scaling", name, spec, dtype) for dtype in dtypes for name in split(scaling))
