@@ -226,9 +226,9 @@ db_patience_s = Setting(
 debug = _switch(
     "TUNEDCOMM_DEBUG",
     default=False,
-    meaning="Compares what the ranks of a group ask for before each eager call: op, sizes, dtype, options and which "
-    "tensors are given. Where they differ, `AgreementError` says in what on every rank and nothing is launched. For "
-    "finding errors: every call waits for all ranks. All ranks of a group must agree on it.",
+    meaning="Compares what the ranks of a group ask for before each eager call: op, sizes, dtype, options, what is "
+    "forced and which tensors are given. Where they differ, `AgreementError` says in what on every rank and nothing is "
+    "launched. For finding errors: every call waits for all ranks. All ranks of a group must agree on it.",
 )
 engines = _switch(
     "TUNEDCOMM_ENGINES",

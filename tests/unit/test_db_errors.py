@@ -50,7 +50,7 @@ def drop_privileges() -> None:
 @pytest.mark.parametrize(
     ("target", "error", "said"),
     [
-        ("none.db", DatabaseAccessError, "tunedcomm tune"),
+        ("none.db", DatabaseAccessError, "correct the path"),
         (".", DatabaseAccessError, "directory"),
         ("tuned.db/below.db", DatabaseAccessError, "check"),
         ("tuned.db/deeper/below.db", DatabaseAccessError, "check"),
