@@ -73,10 +73,10 @@ class InfeasibleError(TunedCommError, RuntimeError):
 
 
 class AgreementError(TunedCommError, RuntimeError):
-    """The ranks of a group do not hold the same snapshot or settings.
+    """The ranks of a group do not hold the same snapshot or settings, or make different calls.
 
-    Give every rank the same databases, environment variables and version of tunedcomm; the message says which ranks
-    differ in what. `tunedcomm.check_agreement()` asks for it at any time.
+    Give every rank the same databases, environment variables and version of tunedcomm, and make the same calls; the
+    message says which ranks differ in what. `tunedcomm.check_agreement()` asks for it at any time.
     """
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tunedcomm.kernels.all_reduce.host import HostOneShot
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Problem, get_variant, register_variant
+from tunedcomm.symm.ring import Call
 
 Tensors = tuple[torch.Tensor, ...]
 Launch = Callable[[Tensors, Tensors, int], None]
@@ -26,7 +27,7 @@ def hangs(good: Launch, problem: Problem, workspace: Any) -> Launch:
 
     def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
         if next(calls) == 3 and dist.get_rank() == 1:
-            workspace.ring.wait(1 << 40, 0, problem.op)
+            workspace.ring.wait(1 << 40, Call.of(problem, spins=0))
         good(inputs, outputs, stream)
 
     return launch

@@ -349,3 +349,42 @@ def counts_body(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_rank_with_counts_that_are_refused(world_size: int) -> None:
     run_ranks(world_size, counts_body, timeout=100, env=ENV)
+
+
+def differing_calls(rank: int, world_size: int) -> dict[str, Callable[[], object]]:
+    """Calls that differ by rank."""
+    small, halves = torch.ones(64 + rank), torch.ones(64, dtype=torch.bfloat16 if rank else torch.float32)
+    large, wide = torch.ones((1 << 20) * (1 + rank)), torch.ones(world_size, 4)
+    return {
+        "shape": lambda: tunedcomm.all_reduce(small),
+        "chunks": lambda: tunedcomm.all_reduce(large),
+        "gathered": lambda: tunedcomm.all_gather(small),
+        "dtype": lambda: tunedcomm.all_reduce(halves),
+        "reduction": lambda: tunedcomm.all_reduce(wide, op="avg" if rank else "sum"),
+        "op": lambda: (tunedcomm.all_gather if rank else tunedcomm.all_reduce)(wide),
+        "root": lambda: tunedcomm.broadcast(wide, src=rank % 2),
+    }
+
+
+def different_body(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    """Each ends soon on every rank, in an error that names calls of two ranks; a new set-up works."""
+    x = torch.arange(8.0) + rank
+    for name in names:
+        for _ in range(3):
+            assert torch.equal(tunedcomm.all_reduce(x), world_size * torch.arange(8.0) + sum(range(world_size))), name
+        begin = time.monotonic()
+        with pytest.raises(tunedcomm.AgreementError, match=r"rank \d calls .*, rank \d calls"):
+            differing_calls(rank, world_size)[name]()
+        assert time.monotonic() - begin < SOON_S
+        with pytest.raises(tunedcomm.AgreementError):
+            tunedcomm.all_reduce(x)
+        tunedcomm.release_communicators()
+
+
+NAMES = ("shape", "chunks", "gathered", "dtype", "reduction", "op")
+
+
+@pytest.mark.parametrize(("mode", "names"), [("cached", (*NAMES, "root")), ("off", NAMES)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_make_different_calls(world_size: int, mode: str, names: tuple[str, ...]) -> None:
+    run_ranks(world_size, different_body, names, timeout=100, env={**ENV, "TUNEDCOMM_MODE": mode})

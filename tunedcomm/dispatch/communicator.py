@@ -76,7 +76,7 @@ from tunedcomm.symm.nodes import (
     ranks_per_node,
     shares_hosts,
 )
-from tunedcomm.symm.ring import HostRing
+from tunedcomm.symm.ring import Call, HostRing
 from tunedcomm.symm.workspace import Workspace
 
 logger = logging.getLogger("tunedcomm")
@@ -606,7 +606,7 @@ class Communicator:
             elif self.device.type == "cpu" and uses_kernels:
                 launch = around(launch, interpreted, str(candidate), self.control, self.ring)
             elif self.ring is not None and self.world_size > 1 and not candidate.variant.startswith("host_"):
-                launch = around(launch, after, partial(self.ring.meet, f"{problem.op} (called eagerly)"))
+                launch = around(launch, after, partial(self.ring.meet, Call.of(problem)))
         if not for_calls:
             return launch
         if not isinstance(launch, AddressLaunch):  # which runs kernels alone: no surroundings reach them

@@ -28,7 +28,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from tunedcomm.errors import GroupAbortedError, GroupError, PeerTimeoutError, WorkspaceError
+from tunedcomm.errors import AgreementError, GroupAbortedError, GroupError, PeerTimeoutError, WorkspaceError
 from tunedcomm.hardware import process_start
 from tunedcomm.spec import Mode, Problem, ops
 from tunedcomm.symm.buffer import allocate_on_host
@@ -39,7 +39,8 @@ _PAGE = mmap.PAGESIZE
 _PID, _START, _NAMESPACE, _STATE, _KIND, _LENGTH = range(STATUS_BYTES // 8, STATUS_BYTES // 8 + 6)  # int64 of a page
 _TEXT = (_LENGTH + 1) * 8
 _ENDED, _RELEASED = 1, 2  # states
-_ABORTED, _TIMED_OUT = 1, 2  # kinds
+_ABORTED, _TIMED_OUT, _DIFFERED = 1, 2, 3  # kinds
+_PATIENCE_S, _BOTH = 0.2, 2  # until the calls of two ranks that differ are known
 _WATCH_S, _GRACE_S, _GRACE_OF_RELEASED_S = 0.4, 0.6, 10.0
 _WHERE: dict[Mode, str] = {"eager": "called eagerly", "graph": "captured in a graph"}
 
@@ -123,13 +124,26 @@ class Control:
 
     def abort(self, text: str, *, timed_out: bool = False) -> None:
         """End the group on every rank that maps the block, for the reason `text`; a reason given before stays."""
+        self._end_with(_TIMED_OUT if timed_out else _ABORTED, text)
+
+    def disagree(self, call: str) -> NoReturn:
+        """End the group because this rank makes another call than a peer at the same time.
+
+        Raises:
+            AgreementError: with the calls of both.
+        """
+        self._end_with(_DIFFERED, f"rank {self._rank} calls {call}")
+        self.check()
+        raise AssertionError  # the group has ended
+
+    def _end_with(self, kind: int, text: str) -> None:
         self.status[0] = 1
         own_words = self._words[self._place]
         if not own_words[_KIND]:
             said = text.encode()[: len(self._texts[0])]
             self._texts[self._place][: len(said)] = said
             own_words[_LENGTH] = len(said)
-            own_words[_KIND] = _TIMED_OUT if timed_out else _ABORTED
+            own_words[_KIND] = kind
         for status in self._statuses:
             status[0] = 1
 
@@ -138,25 +152,42 @@ class Control:
         own_words = self._words[self._place]
         own_words[_STATE] = own_words[_STATE] or (_RELEASED if released else _ENDED)
 
-    def check(self) -> None:
-        """Raise if the group has ended.
+    def check(self, call: str = "") -> None:
+        """Raise if the group has ended; `call` is the one that it ends, which other ranks may want to name.
 
         Raises:
             PeerTimeoutError: a rank waited too long for a peer, or a peer is gone.
             GroupAbortedError: an exception ended a call of some rank midway.
+            AgreementError: the ranks made different calls.
             GroupError: this rank has released what was set up.
         """
         if not self.status[0]:
             return
+        if self._differed():
+            if call:
+                self._end_with(_DIFFERED, f"rank {self._rank} calls {call}")
+            end_s = time.monotonic() + _PATIENCE_S
+            while len(self._differed()) < _BOTH and time.monotonic() < end_s:
+                time.sleep(0.001)
+            raise AgreementError(
+                f"the ranks of the group call differently: {', '.join(self._differed())}. On every rank make the same "
+                f"calls in the same order, with the same shapes, dtypes and options. {AFTERWARDS}"
+            )
         others = [place for place in range(len(self._words)) if place != self._place]
         for place in (self._place, *others):
             words = self._words[place]
             if words[_KIND]:
-                text = bytes(self._texts[place][: words[_LENGTH]]).decode(errors="replace")
-                raise (PeerTimeoutError if words[_KIND] == _TIMED_OUT else GroupAbortedError)(text)
+                raise (PeerTimeoutError if words[_KIND] == _TIMED_OUT else GroupAbortedError)(self._text_of(place))
         if self._words[self._place][_STATE]:
             raise GroupError("this rank has released the group's communicator; the group's next call makes a new one")
         raise PeerTimeoutError(self.timeout_text(self._missed() or "a rank did not come"))
+
+    def _differed(self) -> list[str]:
+        """The calls of ranks that found that a peer makes another one."""
+        return [self._text_of(place) for place, words in enumerate(self._words) if words[_KIND] == _DIFFERED]
+
+    def _text_of(self, place: int) -> str:
+        return bytes(self._texts[place][: self._words[place][_LENGTH]]).decode(errors="replace")
 
     def timeout_text(self, missed: str) -> str:
         """The text of an error after a wait for peers that was too long; `missed` says for which ranks."""

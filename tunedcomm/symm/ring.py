@@ -1,18 +1,22 @@
 """A ring of slots in the host's shared memory, through which the ranks of a group exchange CPU tensors.
 
-Every rank has `SLOTS` slots of `SLOT_BYTES` and three words, each on a cache line of its own. An *epoch* is one use of
-a slot. Epochs count from 1, in the order in which the group's calls use slots, which is the same on every rank. Epoch e
-uses slot e mod `SLOTS` of every rank. A rank
+Every rank has `SLOTS` slots of `SLOT_BYTES`, and words on three cache lines. An *epoch* is one use of a slot. Epochs
+count from 1, in the order in which the group's calls use slots, which is the same on every rank. Epoch e uses slot
+e mod `SLOTS` of every rank. A rank
 
 1. `claim`s an epoch: waits until every peer has read the slot's former epoch, e − `SLOTS`;
-2. writes its slot and `publish`es the epoch: its word *ready* becomes e;
-3. `wait`s until every peer's *ready* is at least e, and reads their slots;
+2. writes its slot and `publish`es the epoch: the slot's word *ready* becomes e with the call's code;
+3. `wait`s until the slot's *ready* of every peer is the same word, and reads their slots;
 4. `release`s the epoch: its word *read* becomes e. Epochs are released in order.
+
+Where a peer has published the epoch with another code, it made another call: the group ends with `AgreementError` on
+every rank, and no rank reads the slots. The code stands for op, shape, dtype and options; it costs nothing, because it
+travels in the word that is looked at anyway.
 
 So no slot is overwritten that a late reader still needs, whatever the ops do between the four. A rank may claim up to
 `SLOTS` − 1 epochs before it reads the first of them: that is how copies and sums of several chunks overlap.
 
-The third word, *arrived*, serves asynchronous calls: `all_arrived` sets it to the first epoch of the call that this
+The last word, *arrived*, serves asynchronous calls: `all_arrived` sets it to the first epoch of the call that this
 rank begins. A call that every rank has begun ends without further help of the program, so it may block its caller.
 
 **Memory order.** What is written before `publish` must be seen after `wait`, and what is read before `release` must not
@@ -38,19 +42,23 @@ import os
 import platform
 import threading
 import time
+import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
 from tunedcomm.errors import PeerTimeoutError
+from tunedcomm.spec import Problem, format_shape
 from tunedcomm.symm.buffer import allocate_on_host
 from tunedcomm.symm.control import Control, refuse_nested
 from tunedcomm.symm.exchange import AFTERWARDS
 from tunedcomm.symm.layout import RING_SLOT_BYTES as SLOT_BYTES
 from tunedcomm.symm.layout import RING_SLOTS as SLOTS
 
-_READY, _READ, _ARRIVED = 0, 64, 128  # offsets of a rank's words
+_READY, _READ, _ARRIVED = 0, 64, 128  # offsets of a rank's words; it has one *ready* for each slot
+_CODE_BITS = 20  # of a word; 43 are left for the epoch
 _SLOTS_AT = 4096
 _WORD = 8
 _SLEEP_AFTER_NS, _SLEEP_S = 5_000_000, 0.00002
@@ -59,6 +67,21 @@ _IS_STRONGLY_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 _fence_lock = threading.local()
 # Not empty while a thread beside the program's makes calls of a group.
 background: list[bool] = []
+
+
+class Call(NamedTuple):
+    """A call as the ring sees it: what it is, for errors; its code, the same on all ranks; spins before a yield."""
+
+    what: str
+    code: int
+    spins: int = 1
+
+    @classmethod
+    def of(cls, problem: Problem, spins: int = 1, option: str = "") -> Call:
+        """The call of a problem; `option` is one that no field of the problem has."""
+        fields = (problem.dtype, problem.reduction, problem.layout, problem.scaling, option)
+        what = " ".join(filter(None, (problem.op, format_shape(problem.shape), *fields)))
+        return cls(what, zlib.crc32(what.encode()) % (1 << _CODE_BITS), spins)
 
 
 def _fence() -> None:
@@ -105,12 +128,13 @@ class HostRing:
         self._words = self._mapping.cast("q")
         # From the next rank on, so that not all ranks look at the same peer first.
         self._peers = [(self.rank + turn) % self.world_size for turn in range(1, self.world_size)]
-        self._ready = [(start + _READY) // _WORD for start in starts]
+        self._ready = [[(start + _READY) // _WORD + slot for start in starts] for slot in range(SLOTS)]
         self._read = [(start + _READ) // _WORD for start in starts]
-        self._peers_ready = [self._ready[peer] for peer in self._peers]
+        # By slot, where this rank says that it is ready, and where its peers do.
+        self._says_ready = [(places[self.rank], [places[peer] for peer in self._peers]) for places in self._ready]
         arrived = [(start + _ARRIVED) // _WORD for start in starts]
         self._my_arrived, self._peers_arrived = arrived[self.rank], [arrived[peer] for peer in self._peers]
-        self._my_ready, self._my_read = self._ready[self.rank], self._read[self.rank]
+        self._my_read = self._read[self.rank]
         self._epoch = self._released = 0
         self._freed = 0  # every peer is known to have read the epochs up to this one
         # Calls of a ring follow each other, so the sums of all their sizes share this memory.
@@ -129,25 +153,25 @@ class HostRing:
         """Tell the peers that this rank begins the group's next call; True if all of them begin it in `patience_ns`."""
         epoch, words, end_ns = self._epoch + 1, self._words, 0
         words[self._my_arrived] = epoch
-        for ready, arrived in zip(self._peers_ready, self._peers_arrived, strict=True):
-            while words[ready] < epoch and words[arrived] < epoch:
+        for ready, arrived in zip(self._says_ready[epoch % SLOTS][1], self._peers_arrived, strict=True):
+            while words[ready] >> _CODE_BITS < epoch and words[arrived] < epoch:
                 end_ns = end_ns or time.monotonic_ns() + patience_ns
                 if time.monotonic_ns() > end_ns:
                     return False
                 os.sched_yield()
         return True
 
-    def begin(self, op: str) -> int:
+    def begin(self, call: Call) -> int:
         """Begin a call: its first epoch, as by `claim`.
 
         Raises:
             GroupError: a call of the group is under way on this thread.
         """
         if self._released != self._epoch or self.control.interpreting:
-            self._begin_among_others(op)
+            self._begin_among_others(call.what)
         epoch = self._epoch + 1
         if epoch - SLOTS > self._freed:
-            self._free(epoch - SLOTS, op)
+            self._free(epoch - SLOTS, call)
         self._epoch = epoch
         return epoch
 
@@ -166,7 +190,7 @@ class HostRing:
         """True if this thread holds the lock, so that a call is under way on it."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # threading.Condition uses it, too
 
-    def claim(self, op: str) -> int:
+    def claim(self, call: Call) -> int:
         """The next epoch; its slot may be written.
 
         Raises:
@@ -174,43 +198,39 @@ class HostRing:
         """
         epoch = self._epoch + 1
         if epoch - SLOTS > self._freed:
-            self._free(epoch - SLOTS, op)
+            self._free(epoch - SLOTS, call)
         self._epoch = epoch
         return epoch
 
-    def publish(self, epoch: int) -> None:
+    def publish(self, epoch: int, call: Call) -> None:
         """Tell the peers that the slot of `epoch` is written."""
         if not _IS_STRONGLY_ORDERED:
             _fence()
-        self._words[self._my_ready] = epoch
+        self._words[self._says_ready[epoch % SLOTS][0]] = epoch << _CODE_BITS | call.code
 
-    def wait(self, epoch: int, spins: int, op: str) -> None:
-        """Wait until every peer has published `epoch`.
-
-        Args:
-            epoch: one that this rank has published.
-            spins: looks at a word before the core is yielded between them.
-            op: for the error.
+    def wait(self, epoch: int, call: Call) -> None:
+        """Wait until every peer has published `epoch`, which this rank has published.
 
         Raises:
             PeerTimeoutError, GroupAbortedError: a peer did not come.
+            AgreementError: a peer made another call.
         """
-        words = self._words
-        for place in self._peers_ready:
-            if words[place] < epoch:
-                self._await(place, epoch, spins, op)
+        words, word = self._words, epoch << _CODE_BITS | call.code
+        for place in self._says_ready[epoch % SLOTS][1]:
+            if words[place] != word:
+                self._await_word(place, word, call)
         if not _IS_STRONGLY_ORDERED:
             _fence()
 
-    def exchange(self, epoch: int, spins: int, op: str) -> None:
+    def exchange(self, epoch: int, slot: int, call: Call) -> None:
         """`publish`, then `wait`, in one call: at 1 KiB a call of Python's is 1 % of a collective."""
         if not _IS_STRONGLY_ORDERED:
             _fence()
-        words = self._words
-        words[self._my_ready] = epoch
-        for place in self._peers_ready:
-            if words[place] < epoch:
-                self._await(place, epoch, spins, op)
+        words, (own, peers) = self._words, self._says_ready[slot]
+        words[own] = word = epoch << _CODE_BITS | call.code
+        for place in peers:
+            if words[place] != word:
+                self._await_word(place, word, call)
         if not _IS_STRONGLY_ORDERED:
             _fence()
 
@@ -220,35 +240,42 @@ class HostRing:
             _fence()
         self._words[self._my_read] = self._released = epoch
 
-    def meet(self, op: str) -> None:
+    def meet(self, call: Call) -> None:
         """Wait until every peer has come to the same call.
 
         A rank that is interrupted between here and the library's own exchange leaves its peers there until the library
         gives up: some microseconds that no word can cover.
         """
         with self.lock:
-            epoch = self.begin(op)
-            self.exchange(epoch, 1, op)
+            epoch = self.begin(call)
+            self.exchange(epoch, epoch % SLOTS, call)
             self.control.check()
             self.release(epoch)
 
-    def _free(self, epoch: int, op: str) -> None:
+    def _free(self, epoch: int, call: Call) -> None:
         for peer in self._peers:
-            self._await(self._read[peer], epoch, 0, op)
+            self._await(self._read, peer, epoch, call._replace(spins=0))
         self._freed = min((self._words[self._read[peer]] for peer in self._peers), default=epoch)
         if not _IS_STRONGLY_ORDERED:
             _fence()
 
-    def _await(self, place: int, epoch: int, spins: int, op: str) -> None:
-        words = self._words
-        for _ in range(spins):
-            if words[place] >= epoch:
+    def _await_word(self, place: int, word: int, call: Call) -> None:
+        places = self._ready[(word >> _CODE_BITS) % SLOTS]
+        self._await(places, places.index(place), word - call.code, call)
+        if self._words[place] != word:
+            self.control.disagree(call.what)
+
+    def _await(self, places: Sequence[int], peer: int, least: int, call: Call) -> None:
+        """Wait until a peer's word is at least so much."""
+        words, place = self._words, places[peer]
+        for _ in range(call.spins):
+            if words[place] >= least:
                 return
         begin = now = time.monotonic_ns()
         self._sleepy = max(self._sleepy - 1, 0)
-        while words[place] < epoch:
-            if self._status[0] and words[place] < epoch:  # looked at in this order
-                self.control.check()
+        while words[place] < least:
+            if self._status[0] and words[place] < least:  # looked at in this order
+                self.control.check(call.what)
             if self._sleepy or background or now - begin > _SLEEP_AFTER_NS:
                 time.sleep(_SLEEP_S)
                 now = time.monotonic_ns()
@@ -257,11 +284,8 @@ class HostRing:
                 before, now = now, time.monotonic_ns()
                 if now - before > _LONG_YIELD_NS:
                     self._sleepy = _SLEEPY_WAITS
-            if now - begin > self.control.timeout_ns and words[place] < epoch:
-                self._give_up(self._read if place in self._read else self._ready, epoch, op)
-
-    def _give_up(self, places: Sequence[int], epoch: int, op: str) -> None:
-        missed = [str(peer) for peer in sorted(self._peers) if self._words[places[peer]] < epoch]
-        text = self.control.timeout_text(f"{op} missed rank {', '.join(missed)}")
-        self.control.abort(text, timed_out=True)
-        raise PeerTimeoutError(text)
+            if now - begin > self.control.timeout_ns and words[place] < least:
+                missed = [str(each) for each in sorted(self._peers) if words[places[each]] < least]
+                text = self.control.timeout_text(f"{call.what} (called eagerly) missed rank {', '.join(missed)}")
+                self.control.abort(text, timed_out=True)
+                raise PeerTimeoutError(text)

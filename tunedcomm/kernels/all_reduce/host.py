@@ -65,7 +65,7 @@ class HostTwoShot(_HostAllReduce, registered=True):
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         stage = HostStage(workspace, problem, config)
         combine, copy = stage.combiner(problem), stage.copy
-        ring, spins, op, lock, plan = stage.ring, stage.spins, stage.op, stage.ring.lock, stage.plan()
+        ring, call, lock, plan = stage.ring, stage.call_of(), stage.ring.lock, stage.plan()
         begin, claim, publish, wait, release = ring.begin, ring.claim, ring.publish, ring.wait, ring.release
         addresses, own_slots, me = stage.addresses, stage.own_slots, ring.rank
         slices = {size: _slices(size, ring.world_size) for size in stage.sizes()}
@@ -75,21 +75,21 @@ class HostTwoShot(_HostAllReduce, registered=True):
             for rank, (first, length) in enumerate(slices[size]):
                 if rank != me:
                     copy(own_slots[epoch % RING_SLOTS] + first, source + first, length)
-            publish(epoch)
+            publish(epoch, call)
             return epoch
 
         def reduce(epoch: int, source: int, size: int) -> int:
-            wait(epoch, spins, op)
-            next_epoch, (first, length) = claim(op), slices[size][me]
+            wait(epoch, call)
+            next_epoch, (first, length) = claim(call), slices[size][me]
             operands = parts[size][epoch % RING_SLOTS].copy()
             operands[me] = stage.at(source + first, length)
             combine(operands, parts[size][next_epoch % RING_SLOTS][me])
             release(epoch)
-            publish(next_epoch)
+            publish(next_epoch, call)
             return next_epoch
 
         def gather(epoch: int, target: int, size: int) -> None:
-            wait(epoch, spins, op)
+            wait(epoch, call)
             slot = epoch % RING_SLOTS
             for rank, (first, length) in enumerate(slices[size]):
                 copy(target + first, addresses[rank][slot] + first, length)
@@ -102,7 +102,7 @@ class HostTwoShot(_HostAllReduce, registered=True):
                 reduced: list[int] = []
                 for c in range(len(plan) + 2):
                     if c < len(plan):
-                        pushed.append(put((claim if c else begin)(op), at_x + plan[c][0], plan[c][1]))
+                        pushed.append(put((claim if c else begin)(call), at_x + plan[c][0], plan[c][1]))
                     if 1 <= c <= len(plan):
                         reduced.append(reduce(pushed[c - 1], at_x + plan[c - 1][0], plan[c - 1][1]))
                     if c >= 2:

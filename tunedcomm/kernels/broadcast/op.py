@@ -114,7 +114,7 @@ class HostOneShot(HostVariant, registered=True):
                 elif at_out != at_x:
                     copy(at_out + first, at_x + first, size)
 
-            return stage.one_pass(put, take)
+            return stage.one_pass(put, take, f"from rank {root}")
 
         def run(stream: int, at_x: int, at_out: int, root: int) -> None:
             launch_of(root).by_address(stream, at_x, at_out)

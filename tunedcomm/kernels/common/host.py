@@ -162,7 +162,7 @@ class HostStage:
     Attributes:
         ring: of the group.
         chunk: bytes of a chunk, or of its segment; the last may be shorter.
-        spins, op: for waits.
+        call_of: the call as the ring sees it, from an option that the problem lacks.
         threads: that copy and sum.
         copy: (target, source, bytes): copies from address to address.
         addresses: of the slots, by rank.
@@ -171,10 +171,11 @@ class HostStage:
     """
 
     def __init__(self, workspace: Workspace, problem: Problem, config: Config, *, segments: int = 1) -> None:
+        from tunedcomm.symm.ring import Call
 
         assert workspace.ring is not None, "limits.host_cores says that there is one"
         self.ring: HostRing = workspace.ring
-        self.spins, self.op, self.nbytes = int(config["spins"]), f"{problem.op} (called eagerly)", problem.nbytes
+        self.call_of, self.nbytes = functools.partial(Call.of, problem, int(config["spins"])), problem.nbytes
         self.chunk = min(max(int(config["chunk_kib"]) * KIB // segments // LINE * LINE, LINE), problem.nbytes)
         ranks = range(self.ring.world_size)
         self.addresses = [[self.ring.address(rank, slot) for slot in range(RING_SLOTS)] for rank in ranks]
@@ -254,33 +255,36 @@ class HostStage:
 
         return AddressLaunch(run_on_threads)
 
-    def one_pass(self, put: Put, take: Take) -> AddressLaunch:
-        """Launch by address. All that calls share is bound here, because at 1 KiB Python takes most of the time."""
-        spins, op, lock, plan = self.spins, self.op, self.ring.lock, self.plan()
+    def one_pass(self, put: Put, take: Take, option: str = "") -> AddressLaunch:
+        """Launch by address. All that calls share is bound here, because at 1 KiB Python takes most of the time.
+
+        `option`: of the call, the same on every rank, that the problem lacks.
+        """
+        call, lock, plan = self.call_of(option), self.ring.lock, self.plan()
         begin, claim, publish, wait = self.ring.begin, self.ring.claim, self.ring.publish, self.ring.wait
         exchange, release = self.ring.exchange, self.ring.release
         first_size = plan[0][1]
 
         def run_at_once(stream: int, at_x: int, at_out: int) -> None:
             with lock:
-                epoch = begin(op)
+                epoch = begin(call)
                 slot = epoch % RING_SLOTS
                 put(slot, at_x, 0, first_size)
-                exchange(epoch, spins, op)
+                exchange(epoch, slot, call)
                 take(slot, at_x, at_out, 0, first_size)
                 release(epoch)
 
         def put_next(epoch: int, at_x: int, piece: tuple[int, int]) -> int:
             put(epoch % RING_SLOTS, at_x, *piece)
-            publish(epoch)
+            publish(epoch, call)
             return epoch
 
         def run(stream: int, at_x: int, at_out: int) -> None:
             with lock:
-                epoch = put_next(begin(op), at_x, plan[0])
+                epoch = put_next(begin(call), at_x, plan[0])
                 for index, piece in enumerate(plan, 1):
-                    ahead = put_next(claim(op), at_x, plan[index]) if index < len(plan) else 0
-                    wait(epoch, spins, op)
+                    ahead = put_next(claim(call), at_x, plan[index]) if index < len(plan) else 0
+                    wait(epoch, call)
                     take(epoch % RING_SLOTS, at_x, at_out, *piece)
                     release(epoch)
                     epoch = ahead
