@@ -136,7 +136,7 @@ paths: dict[str, CallPath[Any]] = {}
 
 @contextlib.contextmanager
 def numerics(policy: NumericsPolicy) -> Iterator[None]:
-    """Let calls inside the `with` block that pass no `numerics` of their own have this one.
+    """Set the numerics policy of calls inside the `with` block that pass no `numerics`.
 
     It holds for the whole process, so for gradients that other threads compute, and for compiled code wherever it was
     compiled; graphs that are captured keep the kernels of their capture. Enter it on all ranks alike. Blocks may be

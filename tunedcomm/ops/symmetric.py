@@ -63,7 +63,7 @@ def symmetric_empty(
 
 
 def reserve(nbytes: int, *, group: dist.ProcessGroup | None = None) -> None:
-    """Have device memory for calls on messages of up to `nbytes` now; collective, never inside a graph capture.
+    """Allocate device memory for calls on messages of up to `nbytes` now; collective, never inside a graph capture.
 
     A group on GPUs takes memory as its calls need it. An engine that gives all free memory to a cache calls this
     before, for the largest message that it will send. The group then has what a TUNEDCOMM_WORKSPACE_MIB of that size
@@ -174,7 +174,7 @@ class GatherProgress:
         gathers.under_way[mode] = self
 
     def finish(self) -> torch.Tensor:
-        """Hold the current stream back until everything is sent and received; the output, which is complete then.
+        """Make the current stream wait until everything is sent and received; return the complete output.
 
         To be called after the kernels that read the output, in a capture if the gather began in it. Until then the
         input must be left as it is. The group's next such gather does it where the caller has not.
@@ -269,17 +269,17 @@ def all_gather_with_progress(
     num_blocks: int = 16,
     aside: bool = True,
 ) -> GatherProgress:
-    """Gather along the first dimension into symmetric memory, with a flag for each chunk that has come.
+    """Gather along the first dimension into symmetric memory, with a flag for each chunk that has arrived.
 
-    A kernel that reads `out` calls `tunedcomm.kernels.all_gather.progress.wait_chunk` before it reads a chunk, and so
-    may begin before all is there; the own shard comes first. Then call `finish()`.
+    A kernel that reads `out` calls `tunedcomm.kernels.all_gather.progress.wait_chunk` before it reads a chunk, so it
+    may begin before all chunks have arrived; the rank's own shard arrives first. Then call `finish()`.
 
     Args:
         x: a rank's shard, whose rows have a multiple of 16 bytes; any dtype; the same shape and dtype on every rank.
             May be the rank's own rows of `out`, which are not copied then.
         out: symmetric memory of the group (`tunedcomm.symmetric_empty`) of the result's shape, contiguous, at the same
-            offset on every rank. Peers write it from this call on, so what read it before must be in the current
-            stream's past.
+            offset on every rank. Peers write to it from this call on, so launch earlier reads of it on the current
+            stream before the call.
         group: process group, by default the default group. The group's first such call is collective set-up, and the
             first with a `num_blocks` compiles: neither can be captured.
         num_chunks: chunks of a shard, 1 to 64; fewer where it has fewer rows.
