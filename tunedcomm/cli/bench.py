@@ -168,7 +168,7 @@ def _adapter_files(targets: Sequence[str]) -> list[Path]:
         if not files or not all(file.is_file() and file.suffix == ".py" for file in files):
             raise bad_usage(
                 "--peers",
-                f"{target!r} is no Python file and no directory of some; bench/peers of the repository is one",
+                f"{target!r} is neither a Python file nor a folder of them; bench/peers of the repository is one",
             )
         found += [file.absolute() for file in files]
     names = [file.stem for file in found]

@@ -115,7 +115,8 @@ def db_list(options: StoredOptions) -> None:
         by: dict[str, Callable[[Contest], object]] = {"by": _made_by} if any(map(_made_by, members)) else {}
         title = title_of(heading, (contest.problem for contest in members))
         text.append(Table.of(_LIST_COLUMNS | by, members, title))
-    show([_contest_to_dict(contest) for contest in found], [*text, *pin_tables(pins)], as_json=options.as_json)
+    text += pin_tables(pins, options.db)
+    show([_contest_to_dict(contest) for contest in found], text, as_json=options.as_json)
 
 
 def _contest_to_dict(contest: Contest) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def db_show(
     stored = [contest for contest in stored if contest.trials]
     found = [contest for contest in stored if contest.problem in wanted]
     trials = [_trial_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)]
-    show(trials, _shown(found, limit, pins, wanted), as_json=as_json)
+    show(trials, _shown(found, limit, pins, wanted, db), as_json=as_json)
     if not found:
         hint = _hint(wanted, stored)
         where = "" if is_everything or hardware else " for this machine"
@@ -181,15 +182,17 @@ def db_show(
 
 
 def _shown(
-    found: Sequence[Contest], limit: int, pins: Mapping[str, Sequence[Pin]], wanted: set[Problem]
+    found: Sequence[Contest], limit: int, pins: Mapping[str, Sequence[Pin]], wanted: set[Problem], database: str | None
 ) -> Iterator[str | Table]:
     for contest in found:
-        title = f"{contest.problem} on {named(contest.environment)} in the {contest.layer} database"
+        where = database_name(contest.layer, database)
+        title = f"{contest.problem} on {named(contest.environment)} in the {where}"
         title = title_of(title, [contest.problem])
         yield Table.of(_SHOW_COLUMNS, _by_speed(contest)[:limit], title)
         if (more := len(contest.trials) - limit) > 0:
             note(f"{plural(more, 'more trial')}; --limit {len(contest.trials)} prints them all")
-    yield from pin_tables({layer: [pin for pin in members if pin.problem in wanted] for layer, members in pins.items()})
+    wanted_pins = {layer: [pin for pin in members if pin.problem in wanted] for layer, members in pins.items()}
+    yield from pin_tables(wanted_pins, database)
 
 
 def _in_words(wanted: set[Problem]) -> str:
@@ -296,7 +299,7 @@ def _check_measured(
     if decision.source != "pin":
         reason = dict(decision.passed_over)[str(candidate)].removeprefix("pinned, but ")
         raise bad_usage(
-            "--variant", f"{candidate} {reason}; mend it and have `tunedcomm tune --retry` measure it, or pin another"
+            "--variant", f"{candidate} {reason}; fix it and have `tunedcomm tune --retry` measure it, or pin another"
         )
     if candidate.variant != "library" and decision.latency_us is None:
         note(f"no good trial of {candidate} is stored for this problem: it runs unchecked; `tunedcomm tune` checks it")

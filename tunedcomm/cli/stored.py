@@ -260,10 +260,12 @@ def _order(contest: Contest) -> tuple[object, ...]:
     return (environment.gpu, environment.digest, p.op, p.world_size, p.dtype, p.mode, p.family, p.numel)
 
 
-def pin_tables(pins: Mapping[str, Sequence[Pin]]) -> list[Table]:
+def pin_tables(pins: Mapping[str, Sequence[Pin]], database: str | None) -> list[Table]:
     """A table of each layer's pins, without layers that have none."""
     return [
-        Table.of(_PIN_COLUMNS, members, f"pins in the {layer} database") for layer, members in pins.items() if members
+        Table.of(_PIN_COLUMNS, members, f"pins in the {database_name(layer, database)}")
+        for layer, members in pins.items()
+        if members
     ]
 
 

@@ -253,7 +253,7 @@ def _report_failures(outcome: SweepOutcome, named: Sequence[str], database: str 
     lines: list[str] = []
     if count := outcome.num_skipped:
         whose = f"{plural(count, 'candidate')} failed in an earlier sweep and {'is' if count == 1 else 'are'}"
-        lines.append(f"{whose} not tried again: after mending a kernel raise its variant's `version`, or pass --retry")
+        lines.append(f"{whose} not tried again: after fixing a kernel raise its variant's `version`, or pass --retry")
     for summary in outcome.variants:
         lines += _failures_of(summary, database, is_named=summary.variant in named)
         if summary.variant in named and summary.num_ran:
@@ -407,8 +407,8 @@ def _check_alone(context: typer.Context) -> None:
         if source is not None and source.name == "COMMANDLINE":
             raise bad_usage(
                 "--from-misses",
-                f"the log says which problems to tune, so --{name.replace('_', '-')} has no place beside it; run the "
-                "two sweeps one after the other",
+                f"the log says which problems to tune, so --{name.replace('_', '-')} cannot be combined with it; run "
+                "the two sweeps one after the other",
             )
     if settings.miss_log() is False:
         raise bad_usage("--from-misses", "TUNEDCOMM_MISS_LOG switches the log off; unset it, or name the file to read")
@@ -536,7 +536,7 @@ def db_verify(
         return
     if borrowed:
         if op or dtype or limit or db or no_store:
-            raise bad_usage("--borrowed", "beside it only --world-size and --backend count; leave the others out")
+            raise bad_usage("--borrowed", "it goes with --world-size and --backend alone; leave the others out")
         _verify_borrowed(backend_or_default(backend), local_ranks(world_size, backend), as_json=as_json)
         return
     from tunedcomm.db.layers import named_layers

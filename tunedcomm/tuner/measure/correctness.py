@@ -249,7 +249,7 @@ def _compare(
     op: OpSpec, problem: Problem, case: Case, output: torch.Tensor, expected: torch.Tensor, wanted: torch.Tensor | None
 ) -> Judgement:
     if output.shape != expected.shape:
-        return Judgement(float("inf"), f"gave shape {tuple(output.shape)} where {tuple(expected.shape)} is due")
+        return Judgement(float("inf"), f"gave shape {tuple(output.shape)} instead of {tuple(expected.shape)}")
     if not output.numel():
         return Judgement()
     got = output.to(expected.dtype)
