@@ -156,8 +156,7 @@ def test_an_entry_point_in_a_group_that_means_nothing(
     (check,) = packages({}, {})
     assert check.level == ("warn" if is_meant else "ok")
     if is_meant:
-        assert f"nice-variants has an entry point in the group {group!r}" in check.detail
-        assert "'tunedcomm.variants'" in check.detail
+        assert all(part in check.detail for part in ("nice-variants", repr(group), "'tunedcomm.variants'"))
 
 
 def test_settings_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
