@@ -310,7 +310,7 @@ def read_torchrun(command: Command, folder: Path | None) -> None:
 
 
 def read_pip(command: Command, folder: Path | None) -> None:
-    shown = r"pip install (?:torch --index-url \S+|(?:-e )?(?:\.|tunedcomm)(?:\[(.+)\])?)"
+    shown = r"pip install (?:-e )?(?:\.|tunedcomm)(?:\[(.+)\])?"
     target = re.fullmatch(shown, " ".join(command.words))
     assert target, command
     for extra in (target[1] or "test").split(","):
