@@ -20,6 +20,7 @@ import tunedcomm
 from tunedcomm import kernels, spec
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.tuner import in_job
 from tunedcomm.tuner.in_job import compile_together
 
 WORLD_SIZE = 2
@@ -50,7 +51,12 @@ def start_again(database: str = "tuned") -> None:
     dist.barrier()
 
 
-RANKS = Ranks(env=HOST, setup=lambda rank: start_again(), timeout=500, forget=False)
+def set_up(rank: int) -> None:
+    in_job.PEER_TIMEOUT_S = 8.0  # beside other work a rank can be late by the usual 2 s: good variants would hang
+    start_again()
+
+
+RANKS = Ranks(env=HOST, setup=set_up, timeout=500, forget=False)
 
 
 def test_a_block_tunes_what_is_called(rank: int) -> None:
