@@ -178,8 +178,10 @@ def explain(
 
 def _memory_of(communicator: Communicator) -> str | None:
     """Say how much device memory the group holds, and for what."""
-    if communicator.workspace is None or communicator.device.type != "cuda":
+    if communicator.workspace is None:
         return None
     held = {name: nbytes for name, nbytes in communicator.workspace.held().items() if nbytes}
+    if not held and communicator.device.type == "cpu":
+        return None
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items()) or "nothing yet"
     return f"the group holds {format_bytes(sum(held.values()))}: {parts}; it takes more as calls need it"
