@@ -65,7 +65,9 @@ FAULTS = [
     ),
     Fault("selection", "bound_from_below_lost", "(self.low or 0.0) * growth", "(self.low or 0.0)"),
     Fault("selection", "numerics_policy_ignored", "if not admits(self.policy, numerics):", "if numerics is None:"),
-    Fault("dispatch", "mode_off_ignored", '.settings.mode == "off"', '.settings.mode == "offline"'),
+    Fault(
+        "dispatch", "mode_off_ignored", 'if name is None and mode == "off":', 'if name is None and mode == "offline":'
+    ),
     Fault("dispatch", "mode_force_ignored", '== "force" and not', '== "forced" and not'),
     Fault("dispatch", "nan_unseen", "if found := sum(int(_count", "if found := 0 * sum(int(_count"),
     Fault("dispatch", "misses_by_every_rank", "if communicator.rank != 0 or (noted", "if (noted"),
