@@ -58,7 +58,8 @@ from tunedcomm.symm.layout import RING_SLOT_BYTES as SLOT_BYTES
 from tunedcomm.symm.layout import RING_SLOTS as SLOTS
 
 _READY, _READ, _ARRIVED = 0, 64, 128  # offsets of a rank's words; it has one *ready* for each slot
-_CODE_BITS = 20  # of a word; 43 are left for the epoch
+_EPOCH_BITS, _CODE_BITS = 43, 20  # of a word *ready*, whose upper bits are the call's code
+_EPOCH = (1 << _EPOCH_BITS) - 1
 _SLOTS_AT = 4096
 _WORD = 8
 _SLEEP_AFTER_NS, _SLEEP_S = 5_000_000, 0.00002
@@ -70,7 +71,13 @@ background: list[bool] = []
 
 
 class Call(NamedTuple):
-    """A call as the ring sees it: what it is, for errors; its code, the same on all ranks; spins before a yield."""
+    """A call as the ring sees it.
+
+    Attributes:
+        what: it is, for errors.
+        code: the same on all ranks, in the upper bits of a word.
+        spins: looks at a word before the core is yielded between them.
+    """
 
     what: str
     code: int
@@ -81,7 +88,7 @@ class Call(NamedTuple):
         """The call of a problem; `option` is one that no field of the problem has."""
         fields = (problem.dtype, problem.reduction, problem.layout, problem.scaling, option)
         what = " ".join(filter(None, (problem.op, format_shape(problem.shape), *fields)))
-        return cls(what, zlib.crc32(what.encode()) % (1 << _CODE_BITS), spins)
+        return cls(what, zlib.crc32(what.encode()) % (1 << _CODE_BITS) << _EPOCH_BITS, spins)
 
 
 def _fence() -> None:
@@ -154,7 +161,7 @@ class HostRing:
         epoch, words, end_ns = self._epoch + 1, self._words, 0
         words[self._my_arrived] = epoch
         for ready, arrived in zip(self._says_ready[epoch % SLOTS][1], self._peers_arrived, strict=True):
-            while words[ready] >> _CODE_BITS < epoch and words[arrived] < epoch:
+            while words[ready] & _EPOCH < epoch and words[arrived] < epoch:
                 end_ns = end_ns or time.monotonic_ns() + patience_ns
                 if time.monotonic_ns() > end_ns:
                     return False
@@ -206,7 +213,7 @@ class HostRing:
         """Tell the peers that the slot of `epoch` is written."""
         if not _IS_STRONGLY_ORDERED:
             _fence()
-        self._words[self._says_ready[epoch % SLOTS][0]] = epoch << _CODE_BITS | call.code
+        self._words[self._says_ready[epoch % SLOTS][0]] = call.code + epoch
 
     def wait(self, epoch: int, call: Call) -> None:
         """Wait until every peer has published `epoch`, which this rank has published.
@@ -215,19 +222,25 @@ class HostRing:
             PeerTimeoutError, GroupAbortedError: a peer did not come.
             AgreementError: a peer made another call.
         """
-        words, word = self._words, epoch << _CODE_BITS | call.code
+        words, word = self._words, call.code + epoch
         for place in self._says_ready[epoch % SLOTS][1]:
             if words[place] != word:
                 self._await_word(place, word, call)
         if not _IS_STRONGLY_ORDERED:
             _fence()
 
-    def exchange(self, epoch: int, slot: int, call: Call) -> None:
-        """`publish`, then `wait`, in one call: at 1 KiB a call of Python's is 1 % of a collective."""
+    def exchange(self, slot: int, word: int, call: Call) -> None:
+        """`publish`, then `wait`, in one call: at 1 KiB a call of Python's is 1 % of a collective.
+
+        Args:
+            slot: of the epoch.
+            word: the call's code plus the epoch.
+            call: what is called.
+        """
         if not _IS_STRONGLY_ORDERED:
             _fence()
         words, (own, peers) = self._words, self._says_ready[slot]
-        words[own] = word = epoch << _CODE_BITS | call.code
+        words[own] = word
         for place in peers:
             if words[place] != word:
                 self._await_word(place, word, call)
@@ -248,34 +261,36 @@ class HostRing:
         """
         with self.lock:
             epoch = self.begin(call)
-            self.exchange(epoch, epoch % SLOTS, call)
+            self.exchange(epoch % SLOTS, call.code + epoch, call)
             self.control.check()
             self.release(epoch)
 
     def _free(self, epoch: int, call: Call) -> None:
         for peer in self._peers:
-            self._await(self._read, peer, epoch, call._replace(spins=0))
+            self._await(self._read, peer, epoch, call.what)
         self._freed = min((self._words[self._read[peer]] for peer in self._peers), default=epoch)
         if not _IS_STRONGLY_ORDERED:
             _fence()
 
     def _await_word(self, place: int, word: int, call: Call) -> None:
-        places = self._ready[(word >> _CODE_BITS) % SLOTS]
-        self._await(places, places.index(place), word - call.code, call)
+        words = self._words
+        for _ in range(call.spins):
+            if words[place] == word:
+                return
+        epoch = word - call.code
+        places = self._ready[epoch % SLOTS]
+        self._await(places, places.index(place), epoch, call.what)
         if self._words[place] != word:
             self.control.disagree(call.what)
 
-    def _await(self, places: Sequence[int], peer: int, least: int, call: Call) -> None:
-        """Wait until a peer's word is at least so much."""
+    def _await(self, places: Sequence[int], peer: int, epoch: int, what: str) -> None:
+        """Wait until a peer's word has come to `epoch`."""
         words, place = self._words, places[peer]
-        for _ in range(call.spins):
-            if words[place] >= least:
-                return
         begin = now = time.monotonic_ns()
         self._sleepy = max(self._sleepy - 1, 0)
-        while words[place] < least:
-            if self._status[0] and words[place] < least:  # looked at in this order
-                self.control.check(call.what)
+        while words[place] & _EPOCH < epoch:
+            if self._status[0] and words[place] & _EPOCH < epoch:  # looked at in this order
+                self.control.check(what)
             if self._sleepy or background or now - begin > _SLEEP_AFTER_NS:
                 time.sleep(_SLEEP_S)
                 now = time.monotonic_ns()
@@ -284,8 +299,8 @@ class HostRing:
                 before, now = now, time.monotonic_ns()
                 if now - before > _LONG_YIELD_NS:
                     self._sleepy = _SLEEPY_WAITS
-            if now - begin > self.control.timeout_ns and words[place] < least:
-                missed = [str(each) for each in sorted(self._peers) if words[places[each]] < least]
-                text = self.control.timeout_text(f"{call.what} (called eagerly) missed rank {', '.join(missed)}")
+            if now - begin > self.control.timeout_ns and words[place] & _EPOCH < epoch:
+                missed = [str(each) for each in sorted(self._peers) if words[places[each]] & _EPOCH < epoch]
+                text = self.control.timeout_text(f"{what} (called eagerly) missed rank {', '.join(missed)}")
                 self.control.abort(text, timed_out=True)
                 raise PeerTimeoutError(text)

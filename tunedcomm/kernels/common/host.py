@@ -263,14 +263,14 @@ class HostStage:
         call, lock, plan = self.call_of(option), self.ring.lock, self.plan()
         begin, claim, publish, wait = self.ring.begin, self.ring.claim, self.ring.publish, self.ring.wait
         exchange, release = self.ring.exchange, self.ring.release
-        first_size = plan[0][1]
+        first_size, code = plan[0][1], call.code
 
         def run_at_once(stream: int, at_x: int, at_out: int) -> None:
             with lock:
                 epoch = begin(call)
                 slot = epoch % RING_SLOTS
                 put(slot, at_x, 0, first_size)
-                exchange(epoch, slot, call)
+                exchange(slot, code + epoch, call)
                 take(slot, at_x, at_out, 0, first_size)
                 release(epoch)
 
