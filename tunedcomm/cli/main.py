@@ -173,7 +173,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def _usage_message(error: Any) -> str:
-    """What is wrong with the command line; in our words where typer passes on a message of pydantic."""
+    """Word a usage error; messages that typer passes on from pydantic are replaced."""
     if hasattr(error.__cause__, "errors"):
         (first, *_) = error.__cause__.errors()
         value, limits = first["input"], first.get("ctx", {})

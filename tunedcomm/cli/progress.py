@@ -79,7 +79,7 @@ def describe(progress: Progress, gang: GangProgress | None, *, is_over: bool = F
 
 
 class Now:
-    """What a command is at, as `part: step`: on a terminal a line that is rewritten, else a line for each part.
+    """Shows a command's current `part: step`: on a terminal in a line that is rewritten, else in a line for each part.
 
     Long parts get another line in every `QUIET_S` seconds, with the step.
     """

@@ -10,8 +10,8 @@ e mod `SLOTS` of every rank. A rank
 4. `release`s the epoch: its word *read* becomes e. Epochs are released in order.
 
 Where a peer has published the epoch with another code, it made another call: the group ends with `AgreementError` on
-every rank, and no rank reads the slots. The code stands for op, shape, dtype and options; it costs nothing, because it
-travels in the word that is looked at anyway.
+every rank, and no rank reads the slots. The code stands for op, shape, dtype and options; it travels
+in the word that is looked at anyway, so comparing it takes no access of its own.
 
 So no slot is overwritten that a late reader still needs, whatever the ops do between the four. A rank may claim up to
 `SLOTS` − 1 epochs before it reads the first of them: that is how copies and sums of several chunks overlap.
@@ -74,8 +74,8 @@ class Call(NamedTuple):
     """A call as the ring sees it.
 
     Attributes:
-        what: it is, for errors.
-        code: the same on all ranks, in the upper bits of a word.
+        what: op, shape, dtype and options, for errors.
+        code: a hash of `what`, in the upper bits of a word.
         spins: looks at a word before the core is yielded between them.
     """
 
